@@ -1,0 +1,141 @@
+"""Recordings: what an engine published and answered, one JSON object a line, in the order it happened.
+
+======== ==================================================================================================
+``k``    fields
+======== ==================================================================================================
+ev       a SUB multipart: ``src`` replica, ``t`` unix seconds, ``f`` base64 of topic, sequence, payload
+send     a request about to be sent: ``id``, ``src``, ``path``, ``body``, ``tokens``, ``check``, ``headers``
+done     its result: ``id``, ``status``, ``prompt_tokens``, ``cached_tokens``, ``completion_tokens``
+replay   a replay request and its replies
+mark     what the driver of the recording did
+======== ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import msgspec
+
+from events.schema import EventError
+
+
+class RecordingError(EventError):
+    """A line that is no part of a recording; the message names file and line."""
+
+
+def _unpack(frame: str) -> bytes:
+    return base64.b64decode(frame, validate=True)
+
+
+class Published(msgspec.Struct, tag_field="k", tag="ev", kw_only=True):
+    """A multipart of a replica, untouched."""
+
+    src: str
+    t: float
+    f: Annotated[list[str], msgspec.Meta(min_length=3, max_length=3)]
+
+    @property
+    def sequence(self) -> int:
+        return int.from_bytes(_unpack(self.f[1]), "big")
+
+    @property
+    def payload(self) -> bytes:
+        return _unpack(self.f[2])
+
+
+class Sent(msgspec.Struct, tag_field="k", tag="send", kw_only=True, omit_defaults=True):
+    """A request about to be sent. ``check``: one at a time, so that its cached tokens can be predicted."""
+
+    id: int
+    src: str
+    t: float
+    path: str
+    body: dict[str, Any]
+    check: bool = False
+    tokens: list[int] | None = None
+    headers: dict[str, str] | None = None
+
+    @property
+    def prompt(self) -> list[int] | None:
+        """The prompt's token ids, if they are known."""
+        if self.tokens is not None:
+            return self.tokens
+        prompt = self.body.get("prompt")
+        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+            return prompt
+        return None
+
+
+class Done(msgspec.Struct, tag_field="k", tag="done", kw_only=True, omit_defaults=True):
+    """The result of a request, as the engine reported it. Tokens are None where it said nothing."""
+
+    id: int
+    src: str | None = None
+    t: float | None = None
+    status: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Replay(msgspec.Struct, tag_field="k", tag="replay", kw_only=True):
+    """A replay request; not needed to index a recording."""
+
+
+class Model(msgspec.Struct):
+    """A model id as ``/v1/models`` lists it; an adapter has a ``parent``."""
+
+    id: str
+    parent: str | None = None
+
+
+class Mark(msgspec.Struct, tag_field="k", tag="mark", kw_only=True, omit_defaults=True):
+    """What the driver did."""
+
+    t: float
+    what: str
+    src: str | None = None
+    body: Any = None
+
+
+Line = Published | Sent | Done | Replay | Mark
+
+_decoder = msgspec.json.Decoder(Line)
+_encoder = msgspec.json.Encoder()
+
+
+def read_recording(path: Path) -> Iterator[Line]:
+    """The lines of a recording. Raises RecordingError, OSError."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield _decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise RecordingError(f"{path}, line {number}: {error}") from error
+
+
+class RecordingWriter:
+    """Writes a recording to a file that only its owner may read: it holds prompts."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileExistsError, OSError."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file: TextIO = os.fdopen(descriptor, "w", encoding="utf-8")
+
+    def write(self, line: Line) -> None:
+        self._file.write(_encoder.encode(line).decode() + "\n")
+
+    def publish(self, src: str, t: float, frames: list[bytes]) -> None:
+        """Writes a multipart as it came."""
+        packed = [base64.b64encode(frame).decode() for frame in frames]
+        self.write(Published(src=src, t=t, f=packed))
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,467 @@
+"""One ordered stream of event batches, as a state machine without I/O and without a clock.
+
+Signals come in (frames, replayed frames, connects, disconnects, time); actions come out (apply this batch,
+ask the replay endpoint from n, forget what the stream held). Gaps, duplicates, restarts, and replays that are
+late, truncated or silent are handled here and nowhere else.
+
+**Restart.** A replay asked from ``last + 1`` is answered by the end marker alone both by an idle engine and
+by one that restarted and is silent. So after every connect the replay is asked from ``last`` *inclusive*: the
+same payload proves that the engine went on; another payload, or none, that it restarted. On the live socket
+a sequence that steps back is the other witness.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+import msgspec
+from xxhash import xxh3_64_digest
+
+State = Literal["connecting", "replaying", "live", "partial", "unverified", "offline"]
+
+
+class Connected(msgspec.Struct, frozen=True, gc=False):
+    """The live socket has a peer (again)."""
+
+
+class Disconnected(msgspec.Struct, frozen=True, gc=False):
+    """The live socket lost its peer."""
+
+
+class Frame(msgspec.Struct, frozen=True, gc=False):
+    """A batch from the live socket."""
+
+    sequence: int
+    payload: bytes
+
+
+class Replayed(msgspec.Struct, frozen=True, gc=False):
+    """A batch that answers replay request number ``ask``."""
+
+    ask: int
+    sequence: int
+    payload: bytes
+
+
+class ReplayEnded(msgspec.Struct, frozen=True, gc=False):
+    """The end marker of replay request number ``ask``."""
+
+    ask: int
+
+
+class Overflowed(msgspec.Struct, frozen=True, gc=False):
+    """Frames of this stream were dropped before they came here."""
+
+
+Signal = Connected | Disconnected | Frame | Replayed | ReplayEnded | Overflowed
+
+
+class Apply(msgspec.Struct, frozen=True, gc=False):
+    """The next batch in order."""
+
+    sequence: int
+    payload: bytes
+
+
+class AskReplay(msgspec.Struct, frozen=True, gc=False):
+    """Ask for all kept batches with a sequence of at least ``start``; replaces any earlier request."""
+
+    ask: int
+    start: int
+
+
+class Reset(msgspec.Struct, frozen=True, gc=False):
+    """All that the stream held is gone."""
+
+    reason: str
+
+
+Action = Apply | AskReplay | Reset
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds of a stream: times in seconds, held live frames in number and bytes."""
+
+    replay_silence: float = 5.0
+    cool_down: float = 5.0
+    cool_down_max: float = 300.0
+    verify_deadline: float = 30.0
+    held_frames: int = 10_000
+    held_bytes: int = 64 << 20
+    replay_holes: int = 3
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class _Ask(msgspec.Struct):
+    """An outstanding replay request."""
+
+    number: int
+    start: int
+    verifies: bool
+    rebuilds: bool
+    deadline: float
+    answered: bool = False
+
+
+def digest_of(payload: bytes) -> bytes:
+    """What is kept of the last applied payload, to recognise it: 8 bytes."""
+    return xxh3_64_digest(payload)
+
+
+class Stream:
+    """The state of one stream.
+
+    ``last`` and ``digest`` are the sequence and :func:`digest_of` the batch applied last, None before any.
+    ``lost`` says that history is missing for good; ``reason`` explains the state in words.
+    """
+
+    def __init__(
+        self,
+        *,
+        has_replay: bool,
+        last: int | None = None,
+        digest: bytes | None = None,
+        lost: bool = False,
+        limits: Limits = DEFAULT_LIMITS,
+    ) -> None:
+        self.has_replay = has_replay
+        self.last = last
+        self.digest = digest
+        self.lost = lost
+        self.state: State = "connecting" if last is None else "unverified"
+        self.reason = "not connected yet"
+        self.duplicates = 0
+        self.gaps = 0
+        self.restarts = 0
+        self.replays_failed = 0
+        self._limits = limits
+        self._asks = 0
+        self._ask: _Ask | None = None
+        self._retry_at: float | None = None
+        self._failures = 0
+        self._holes = 0
+        self._verify_by: float | None = None
+        self._live: tuple[int, bytes] | None = None
+        self._held: deque[Frame] = deque()
+        self._held_bytes = 0
+        self._missed = False
+
+    @property
+    def held(self) -> int:
+        """Live frames that wait for a replay to end."""
+        return len(self._held)
+
+    def on(self, signal: Signal, now: float) -> list[Action]:
+        """What follows from ``signal`` at ``now`` (seconds on any monotonic clock)."""
+        match signal:
+            case Frame():
+                return self._on_frame(signal, now)
+            case Replayed():
+                return self._on_replayed(signal, now)
+            case ReplayEnded():
+                return self._on_replay_ended(signal, now)
+            case Connected():
+                return self._on_connected(now)
+            case Disconnected():
+                return self._on_disconnected()
+            case Overflowed():
+                return self._on_overflow(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """What follows from time alone."""
+        if self._ask is not None and now >= self._ask.deadline:
+            return self._on_silence(now)
+        if self._retry_at is not None and now >= self._retry_at and self._ask is None:
+            self._retry_at = None
+            return self._retry(now)
+        if self.state == "unverified" and self._verify_by is not None and now >= self._verify_by:
+            self._ask = None
+            return self._restart("it could not be proven that the engine went on", now)
+        return []
+
+    def cleared(self) -> None:
+        """The engine dropped its whole cache in a batch just applied: nothing before it is missed."""
+        self.lost = False
+        if self.state == "partial":
+            self._settle()
+
+    def damaged(self, reason: str) -> None:
+        """A batch was applied in order, but what it said is not known."""
+        self.lost = True
+        self.reason = reason
+        if self.state == "live":
+            self.state = "partial"
+
+    # connection
+
+    def _on_connected(self, now: float) -> list[Action]:
+        self._live = None
+        self._drop_held()
+        self._retry_at = None
+        self._failures = 0
+        self._holes = 0
+        self._verify_by = None
+        if self.last is None:
+            if self.has_replay:
+                return [self._request(0, now)]
+            self._forfeit("no replay endpoint: what was stored before is not known")
+            return []
+        self.state = "unverified"
+        self._verify_by = now + self._limits.verify_deadline
+        self.reason = f"asking whether the engine went on from sequence {self.last}"
+        if self.has_replay:
+            return [self._request(self.last, now, verifies=True)]
+        self.reason = "no replay endpoint: waiting for the next batch to prove that the engine went on"
+        return []
+
+    def _on_disconnected(self) -> list[Action]:
+        self._ask = None
+        self._retry_at = None
+        self._verify_by = None
+        self._drop_held()
+        self.state = "offline"
+        self.reason = "the connection was lost"
+        return []
+
+    # live frames
+
+    def _on_frame(self, frame: Frame, now: float) -> list[Action]:
+        if self._live is not None and frame.sequence <= self._live[0]:
+            if (frame.sequence, digest_of(frame.payload)) == self._live:
+                self.duplicates += 1
+                return []
+            reason = f"the sequence went back from {self._live[0]} to {frame.sequence}"
+            self._live = (frame.sequence, digest_of(frame.payload))
+            return self._restart(reason, now, frame)
+        self._live = (frame.sequence, digest_of(frame.payload))
+        if self._ask is not None or (self.state == "unverified" and self.has_replay):
+            self._hold(frame)
+            return []
+        if self.state == "unverified":
+            return self._prove_by_frame(frame, now)
+        return self._advance(frame, now)
+
+    def _prove_by_frame(self, frame: Frame, now: float) -> list[Action]:
+        """Without a replay endpoint, only the very next sequence is taken as proof."""
+        assert self.last is not None
+        if frame.sequence == self.last + 1:
+            self._verify_by = None
+            self._settle()
+            return self._advance(frame, now)
+        reason = f"sequence {frame.sequence} follows {self.last} after a reconnect, without a replay endpoint"
+        return self._restart(reason, now, frame)
+
+    def _advance(self, frame: Frame, now: float) -> list[Action]:
+        expected = 0 if self.last is None else self.last + 1
+        if frame.sequence < expected:
+            self.duplicates += 1
+            return []
+        if frame.sequence > expected:
+            return self._on_gap(frame, expected, now)
+        if frame.sequence == 0:
+            self.lost = False
+            self._settle()
+        return [self._take(frame)]
+
+    def _on_gap(self, frame: Frame, expected: int, now: float) -> list[Action]:
+        self.gaps += 1
+        if self.has_replay and self._retry_at is None:
+            self._hold(frame)
+            return [self._request(expected, now)]
+        self._forfeit(f"sequences {expected} to {frame.sequence - 1} were lost")
+        return [self._take(frame)]
+
+    def _take(self, frame: Frame | Replayed) -> Apply:
+        self.last = frame.sequence
+        self.digest = digest_of(frame.payload)
+        return Apply(frame.sequence, frame.payload)
+
+    def _on_overflow(self, now: float) -> list[Action]:
+        if self._ask is not None or self.state in ("offline", "unverified", "connecting"):
+            self._missed = True
+            return []
+        if self.has_replay:
+            return [self._request(0 if self.last is None else self.last + 1, now)]
+        return []
+
+    def _hold(self, frame: Frame) -> None:
+        size = len(frame.payload)
+        if len(self._held) >= self._limits.held_frames or self._held_bytes + size > self._limits.held_bytes:
+            self._missed = True
+            return
+        self._held.append(frame)
+        self._held_bytes += size
+
+    def _drop_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+        self._missed = False
+
+    # replay
+
+    def _request(
+        self, start: int, now: float, *, verifies: bool = False, rebuilds: bool = False
+    ) -> AskReplay:
+        self._asks += 1
+        deadline = now + self._limits.replay_silence
+        self._ask = _Ask(self._asks, start, verifies, rebuilds, deadline)
+        if not verifies and not rebuilds:
+            self.state = "replaying"
+            self.reason = f"asked for a replay from sequence {start}"
+        return AskReplay(self._asks, start)
+
+    def _on_replayed(self, frame: Replayed, now: float) -> list[Action]:
+        ask = self._ask
+        if ask is None or frame.ask != ask.number:
+            return []
+        ask.deadline = now + self._limits.replay_silence
+        self._failures = 0
+        if ask.verifies:
+            return self._verify(ask, frame, now)
+        if ask.rebuilds:
+            return self._rebuild(ask, frame, now)
+        return self._continue(ask, frame, now)
+
+    def _verify(self, ask: _Ask, frame: Replayed, now: float) -> list[Action]:
+        assert self.last is not None
+        if frame.sequence < self.last:
+            return []
+        if frame.sequence > self.last:
+            return self._restart(f"the replay begins at sequence {frame.sequence}, after {self.last}", now)
+        if digest_of(frame.payload) != self.digest:
+            return self._restart(f"another batch has sequence {frame.sequence} now", now)
+        ask.verifies = False
+        ask.answered = True
+        self._verify_by = None
+        self.state = "replaying"
+        self.reason = f"the engine went on from sequence {self.last}"
+        return []
+
+    def _rebuild(self, ask: _Ask, frame: Replayed, now: float) -> list[Action]:
+        """A replay of everything: worth taking only if it reaches back to the beginning."""
+        if frame.sequence != 0:
+            self._ask = None
+            return self._drain(now)
+        ask.rebuilds = False
+        ask.answered = True
+        self.last = None
+        self.lost = False
+        self.state = "replaying"
+        return [Reset("rebuilt from a full replay"), self._take(frame)]
+
+    def _continue(self, ask: _Ask, frame: Replayed, now: float) -> list[Action]:
+        expected = 0 if self.last is None else self.last + 1
+        if frame.sequence < expected:
+            self.duplicates += 1
+            return []
+        if frame.sequence > expected and ask.answered and self._holes < self._limits.replay_holes:
+            self._holes += 1
+            return [self._request(expected, now)]
+        if frame.sequence > expected:
+            self.lost = True
+            self.reason = f"the replay holds nothing of sequences {expected} to {frame.sequence - 1}"
+        ask.answered = True
+        return [self._take(frame)]
+
+    def _on_replay_ended(self, signal: ReplayEnded, now: float) -> list[Action]:
+        ask = self._ask
+        if ask is None or signal.ask != ask.number:
+            return []
+        if ask.verifies:
+            return self._restart(f"the engine knows no sequence {self.last}", now)
+        self._ask = None
+        self._failures = 0
+        self._holes = 0
+        self._settle()
+        return self._drain(now)
+
+    def _drain(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        missed, self._missed = self._missed, False
+        while self._held and self._ask is None:
+            frame = self._held.popleft()
+            self._held_bytes -= len(frame.payload)
+            actions += self._advance_held(frame, now)
+        if missed and self._ask is None:
+            actions.append(self._request(0 if self.last is None else self.last + 1, now))
+        return actions
+
+    def _advance_held(self, frame: Frame, now: float) -> list[Action]:
+        """As :meth:`_advance`; a frame that finds another gap goes back to the front."""
+        expected = 0 if self.last is None else self.last + 1
+        if frame.sequence > expected and self.has_replay and self._retry_at is None:
+            self.gaps += 1
+            self._held.appendleft(frame)
+            self._held_bytes += len(frame.payload)
+            return self._ask_again(expected, frame, now)
+        return self._advance(frame, now)
+
+    def _ask_again(self, expected: int, frame: Frame, now: float) -> list[Action]:
+        """A gap right behind a replay that ended well: asked again a few times, then given up."""
+        self._holes += 1
+        if self._holes <= self._limits.replay_holes:
+            return [self._request(expected, now)]
+        self._holes = 0
+        self._held.popleft()
+        self._held_bytes -= len(frame.payload)
+        self._forfeit(f"the replay never gave sequences {expected} to {frame.sequence - 1}")
+        return [self._take(frame)]
+
+    def _on_silence(self, now: float) -> list[Action]:
+        assert self._ask is not None
+        ask, self._ask = self._ask, None
+        self._failures += 1
+        self.replays_failed += 1
+        wait = min(self._limits.cool_down * 2 ** (self._failures - 1), self._limits.cool_down_max)
+        self._retry_at = now + wait
+        if ask.verifies:
+            self.reason = f"the replay endpoint is silent; next try in {wait:.0f} s"
+            return []
+        self._forfeit(f"the replay endpoint is silent; everything is asked again in {wait:.0f} s")
+        return self._drain(now)
+
+    def _retry(self, now: float) -> list[Action]:
+        if not self.has_replay:
+            return []
+        if self.state == "unverified" and self.last is not None:
+            return [self._request(self.last, now, verifies=True)]
+        if self.last is None:
+            return [self._request(0, now)]
+        return [self._request(0, now, rebuilds=True)] if self.lost else []
+
+    # endings
+
+    def _restart(self, reason: str, now: float, frame: Frame | None = None) -> list[Action]:
+        self.restarts += 1
+        held = [] if frame is not None else list(self._held)
+        self._drop_held()
+        self._ask = None
+        self._retry_at = None
+        self._verify_by = None
+        self.last = None
+        self.digest = None
+        self.lost = False
+        self.reason = reason
+        actions: list[Action] = [Reset(reason)]
+        for live in [frame] if frame is not None else held:
+            self._hold(live)
+        first = self._held[0].sequence if self._held else None
+        if first == 0:
+            return actions + self._drain(now)
+        if self.has_replay:
+            return [*actions, self._request(0, now)]
+        self._forfeit(f"restarted ({reason}), and no replay endpoint tells what came first")
+        return actions + self._drain(now)
+
+    def _forfeit(self, reason: str) -> None:
+        self.lost = True
+        self.state = "partial"
+        self.reason = reason
+
+    def _settle(self) -> None:
+        self.state = "partial" if self.lost else "live"
+        if not self.lost:
+            self.reason = "in order"

@@ -1,0 +1,429 @@
+"""The ZeroMQ side of all streams, on one thread of its own.
+
+One SUB socket per stream (or per address where engines connect to us), and a DEALER for each outstanding
+replay. The thread never waits for whoever takes the signals: what does not fit a stream's bounded queue is
+dropped, and said to the stream as :class:`~events.stream.Overflowed`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from itertools import count
+from queue import SimpleQueue
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from events.stream import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
+
+log = logging.getLogger(__name__)
+
+END_OF_REPLAY = b"\xff" * 8
+MAX_MESSAGE_BYTES = 32 << 20
+LIVE_HIGH_WATER = 100_000
+READS_PER_TURN = 256
+WAKE_MS = 500
+
+StreamId = Hashable
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a stream comes from.
+
+    ``address`` is connected to, or bound when ``binds``; then only messages with ``topic`` are this stream's
+    (None: all). ``replay`` is the address of the engine's replay endpoint, if it has one.
+    """
+
+    address: str
+    binds: bool = False
+    topic: str | None = None
+    replay: str | None = None
+
+
+class Faults(msgspec.Struct):
+    """What could not be used, by reason, and the topics in bind mode that name no stream."""
+
+    by_stream: dict[StreamId, Counter[str]] = {}
+    unmatched: Counter[str] = msgspec.field(default_factory=Counter)
+
+    def count(self, stream: StreamId, reason: str) -> None:
+        self.by_stream.setdefault(stream, Counter())[reason] += 1
+
+    def of(self, stream: StreamId) -> dict[str, int]:
+        """Counts of one stream by reason."""
+        return dict(self.by_stream.get(stream, {}))
+
+
+class Inbox:
+    """Bounded queues of signals, one per stream, taken in turns so that a noisy stream starves no other."""
+
+    def __init__(self, max_frames: int = 10_000, max_bytes: int = 64 << 20) -> None:
+        self._max_frames = max_frames
+        self._max_bytes = max_bytes
+        self._queues: dict[StreamId, deque[Signal]] = {}
+        self._bytes: Counter[StreamId] = Counter()
+        self._turns: deque[StreamId] = deque()
+        self._ready = threading.Condition()
+        self.overflows: Counter[StreamId] = Counter()
+
+    def put(self, stream: StreamId, signal: Signal) -> bool:
+        """Queues ``signal``; False when it was dropped for lack of room."""
+        carries = isinstance(signal, Frame | Replayed)
+        size = len(signal.payload) if isinstance(signal, Frame | Replayed) else 0
+        with self._ready:
+            queue = self._queues.setdefault(stream, deque())
+            full = len(queue) >= self._max_frames or self._bytes[stream] + size > self._max_bytes
+            if carries and queue and full:
+                self.overflows[stream] += 1
+                if not isinstance(queue[-1], Overflowed):
+                    queue.append(Overflowed())
+                return False
+            if not queue:
+                self._turns.append(stream)
+            queue.append(signal)
+            self._bytes[stream] += size
+            self._ready.notify()
+            return True
+
+    def has_room(self, stream: StreamId) -> bool:
+        """Whether the stream's queue is less than half full."""
+        queue = self._queues.get(stream)
+        return not queue or (len(queue) * 2 < self._max_frames and self._bytes[stream] * 2 < self._max_bytes)
+
+    def depth(self, stream: StreamId) -> int:
+        """Signals that wait."""
+        return len(self._queues.get(stream, ()))
+
+    def take(self, limit: int, timeout: float, share: int = 32) -> list[tuple[StreamId, Signal]]:
+        """Up to ``limit`` signals, at most ``share`` of a stream before the next has its turn.
+
+        Waits up to ``timeout`` seconds for the first.
+        """
+        taken: list[tuple[StreamId, Signal]] = []
+        with self._ready:
+            if not self._turns:
+                self._ready.wait(timeout)
+            while self._turns and len(taken) < limit:
+                stream = self._turns.popleft()
+                queue = self._queues[stream]
+                for _ in range(min(share, limit - len(taken), len(queue))):
+                    signal = queue.popleft()
+                    if isinstance(signal, Frame | Replayed):
+                        self._bytes[stream] -= len(signal.payload)
+                    taken.append((stream, signal))
+                if queue:
+                    self._turns.append(stream)
+        return taken
+
+    def wake(self) -> None:
+        """Ends a waiting :meth:`take`."""
+        with self._ready:
+            self._ready.notify()
+
+    def forget(self, stream: StreamId) -> None:
+        """Drops all that is queued of a stream."""
+        with self._ready:
+            self._queues.pop(stream, None)
+            self._bytes.pop(stream, None)
+            if stream in self._turns:
+                self._turns.remove(stream)
+
+
+class _Live:
+    """A SUB socket with its monitor, and the streams that come out of it."""
+
+    def __init__(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], source: Source) -> None:
+        self.socket = socket
+        self.monitor = monitor
+        self.binds = source.binds
+        self.address = source.address
+        self.streams: dict[StreamId, str | None] = {}
+        self.peers = 0
+
+    def of_topic(self, topic: str) -> StreamId | None:
+        for stream, wanted in self.streams.items():
+            if wanted is None or not self.binds or wanted == topic:
+                return stream
+        return None
+
+
+class _Replay:
+    """A DEALER socket with one outstanding request."""
+
+    def __init__(self, socket: zmq.Socket[bytes], stream: StreamId, ask: int) -> None:
+        self.socket = socket
+        self.stream = stream
+        self.ask = ask
+
+
+class Subscriber:
+    """Follows any number of streams; signals come out of :attr:`inbox`."""
+
+    def __init__(self, inbox: Inbox | None = None) -> None:
+        self.inbox = inbox or Inbox()
+        self.faults = Faults()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._poller = zmq.Poller()
+        self._live: dict[zmq.Socket[bytes], _Live] = {}
+        self._monitors: dict[zmq.Socket[bytes], _Live] = {}
+        self._replays: dict[StreamId, _Replay] = {}
+        self._paused: set[StreamId] = set()
+        self._sources: dict[StreamId, Source] = {}
+        self._names = count()
+        self._wake_in, self._wake_out = self._wake_pair()
+        self._wake_lock = threading.Lock()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="subscriber", daemon=True)
+        self._thread.start()
+
+    # called from any thread
+
+    def add(self, stream: StreamId, source: Source) -> None:
+        """Starts to follow a stream. An address that cannot be used is counted and logged."""
+        self._command(lambda: self._add(stream, source))
+
+    def remove(self, stream: StreamId) -> None:
+        """Stops following a stream and drops what is queued of it."""
+        done = threading.Event()
+
+        def remove() -> None:
+            self._remove(stream)
+            done.set()
+
+        self._command(remove)
+        done.wait(timeout=5)
+
+    def ask_replay(self, stream: StreamId, ask: int, start: int) -> None:
+        """Asks the stream's replay endpoint for all batches from sequence ``start``."""
+        self._command(lambda: self._ask_replay(stream, ask, start))
+
+    def close(self) -> None:
+        """Ends the thread and closes all sockets."""
+        if self._open:
+            self._command(self._stop)
+            self._thread.join(timeout=5)
+            self._wake_out.close(0)
+            self._context.destroy(linger=0)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        with self._wake_lock:
+            self._wake_out.send(b"", zmq.DONTWAIT)
+
+    # on the thread
+
+    def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        inner, outer = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        inner.bind("inproc://wake")
+        outer.connect("inproc://wake")
+        self._poller.register(inner, zmq.POLLIN)
+        return inner, outer
+
+    def _stop(self) -> None:
+        self._open = False
+
+    def _run(self) -> None:
+        while self._open:
+            try:
+                self._turn()
+            except zmq.ContextTerminated:
+                return
+            except Exception:
+                log.exception("the subscriber failed in one turn and goes on")
+                time.sleep(0.1)
+        for socket in [*self._live, *self._monitors, self._wake_in]:
+            socket.close(0)
+        for replay in self._replays.values():
+            replay.socket.close(0)
+
+    def _turn(self) -> None:
+        """Commands first, then connection changes, then frames: a change precedes what came after it."""
+        ready = dict(self._poller.poll(WAKE_MS))
+        if self._wake_in in ready:
+            self._drain_wakes()
+        while not self._commands.empty():
+            self._commands.get()()
+        for socket, live in list(self._monitors.items()):
+            if socket in ready:
+                self._read_monitor(socket, live)
+        for socket, live in list(self._live.items()):
+            if socket in ready:
+                self._read_live(socket, live)
+        for replay in list(self._replays.values()):
+            if replay.socket in ready:
+                self._read_replay(replay)
+        self._resume_paused()
+
+    def _drain_wakes(self) -> None:
+        try:
+            while True:
+                self._wake_in.recv(zmq.DONTWAIT)
+        except zmq.Again:
+            pass
+
+    def _add(self, stream: StreamId, source: Source) -> None:
+        try:
+            live = self._shared(source) or self._open_live(source)
+        except zmq.ZMQError as error:
+            self.faults.count(stream, "address")
+            log.error("cannot use %s of stream %s: %s", source.address, stream, error)
+            return
+        live.streams[stream] = source.topic
+        self._sources[stream] = source
+        if live.peers:
+            self.inbox.put(stream, Connected())
+
+    def _shared(self, source: Source) -> _Live | None:
+        """Streams whose engines connect to one of our addresses share its socket."""
+        if not source.binds:
+            return None
+        return next((live for live in self._live.values() if live.address == source.address), None)
+
+    def _open_live(self, source: Source) -> _Live:
+        socket = self._socket(zmq.SUB, LIVE_HIGH_WATER)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        endpoint = f"inproc://monitor-{next(self._names)}"
+        socket.monitor(endpoint, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.connect(endpoint)
+        live = _Live(socket, monitor, source)
+        try:
+            (socket.bind if source.binds else socket.connect)(source.address)
+        except zmq.ZMQError:
+            monitor.close(0)
+            socket.close(0)
+            raise
+        self._live[socket] = live
+        self._monitors[monitor] = live
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return live
+
+    def _socket(self, kind: int, high_water: int) -> zmq.Socket[bytes]:
+        """A socket that gives up on a silent peer, and on messages that no engine sends."""
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVHWM, high_water)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
+        return socket
+
+    def _remove(self, stream: StreamId) -> None:
+        self._sources.pop(stream, None)
+        self._close_replay(stream)
+        for socket, live in list(self._live.items()):
+            if stream in live.streams:
+                del live.streams[stream]
+                if not live.streams:
+                    self._close_live(socket, live)
+        self.faults.by_stream.pop(stream, None)
+        self.inbox.forget(stream)
+
+    def _close_live(self, socket: zmq.Socket[bytes], live: _Live) -> None:
+        for each in (socket, live.monitor):
+            self._poller.unregister(each)
+        socket.disable_monitor()
+        live.monitor.close(0)
+        socket.close(0)
+        del self._live[socket]
+        del self._monitors[live.monitor]
+
+    def _read_monitor(self, socket: zmq.Socket[bytes], live: _Live) -> None:
+        """Of several engines on one bound address nobody says which one left: all prove themselves."""
+        while socket.poll(0):
+            connected = recv_monitor_message(socket)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            live.peers = max(0, live.peers + (1 if connected else -1))
+            for stream in live.streams:
+                self.inbox.put(stream, Connected() if connected else Disconnected())
+                if not connected and live.peers:
+                    self.inbox.put(stream, Connected())
+
+    def _read_live(self, socket: zmq.Socket[bytes], live: _Live) -> None:
+        for _ in range(READS_PER_TURN):
+            try:
+                frames = socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._dispatch(live, frames)
+
+    def _dispatch(self, live: _Live, frames: list[bytes]) -> None:
+        topic = frames[0].decode("utf-8", "replace")
+        stream = live.of_topic(topic)
+        if stream is None:
+            known = topic in self.faults.unmatched or len(self.faults.unmatched) < 100
+            self.faults.unmatched[topic[:200] if known else "(others)"] += 1
+        elif len(frames) != 3:
+            self.faults.count(stream, "frames")
+        elif len(frames[1]) != 8:
+            self.faults.count(stream, "sequence")
+        else:
+            self.inbox.put(stream, Frame(int.from_bytes(frames[1], "big"), frames[2]))
+
+    def _ask_replay(self, stream: StreamId, ask: int, start: int) -> None:
+        source = self._sources.get(stream)
+        if source is None or source.replay is None:
+            return
+        self._close_replay(stream)
+        socket = self._socket(zmq.DEALER, 0)
+        try:
+            socket.connect(source.replay)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            self.faults.count(stream, "replay_address")
+            log.error("cannot use replay %s of stream %s: %s", source.replay, stream, error)
+            return
+        self._replays[stream] = _Replay(socket, stream, ask)
+        self._poller.register(socket, zmq.POLLIN)
+        socket.send_multipart([b"", start.to_bytes(8, "big")])
+
+    def _close_replay(self, stream: StreamId) -> None:
+        replay = self._replays.pop(stream, None)
+        if replay is None:
+            return
+        if stream in self._paused:
+            self._paused.discard(stream)
+        else:
+            self._poller.unregister(replay.socket)
+        replay.socket.close(0)
+
+    def _read_replay(self, replay: _Replay) -> None:
+        for _ in range(READS_PER_TURN):
+            if not self.inbox.has_room(replay.stream):
+                self._poller.unregister(replay.socket)
+                self._paused.add(replay.stream)
+                return
+            try:
+                frames = replay.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            if self._replied(replay, frames):
+                return
+
+    def _resume_paused(self) -> None:
+        for stream in list(self._paused):
+            if self.inbox.has_room(stream):
+                self._paused.discard(stream)
+                self._poller.register(self._replays[stream].socket, zmq.POLLIN)
+
+    def _replied(self, replay: _Replay, frames: list[bytes]) -> bool:
+        """Takes one reply; True at the end marker. Parsed from the end: before 0.26 there is no topic."""
+        if len(frames) < 3 or len(frames[-2]) != 8:
+            self.faults.count(replay.stream, "replay_frames")
+            return False
+        if frames[-2] == END_OF_REPLAY:
+            self._close_replay(replay.stream)
+            self.inbox.put(replay.stream, ReplayEnded(replay.ask))
+            return True
+        sequence = int.from_bytes(frames[-2], "big")
+        self.inbox.put(replay.stream, Replayed(replay.ask, sequence, frames[-1]))
+        return False

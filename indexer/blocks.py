@@ -1,0 +1,232 @@
+"""What stored, removed and cleared blocks of one stream do to the map."""
+
+from __future__ import annotations
+
+from events.schema import BlockRemoved, BlockStored
+from indexer.changes import Changes
+from indexer.keys import extra_bytes, local_hashes, next_key, root_key
+from indexer.layout import GPU, MAX_COPIES, Name, StreamRecord, Waiting, name_prefix, tier_of
+
+MAX_WAITING = 100_000
+PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+
+
+class StreamBlocks:
+    """The blocks of one stream within one group of changes. Counts what it does in the stream's record."""
+
+    def __init__(self, changes: Changes, record: StreamRecord) -> None:
+        self._changes = changes
+        self._record = record
+        self._bit = 1 << record.slot
+        self._roots: dict[str | None, bytes] = {}
+
+    # events
+
+    def store(self, event: BlockStored) -> None:
+        """Takes a stored event, or counts why it cannot be used."""
+        record, count = self._record, len(event.hashes)
+        if event.group_kind is not None or event.group not in record.group_kinds:
+            record.group_kinds[event.group] = event.group_kind
+        if not event.tokens:
+            self._copy_known(event)
+        elif reason := self._unusable(event):
+            record.counters.skip(reason, count)
+        else:
+            self._store_chain(event)
+
+    def remove(self, event: BlockRemoved) -> None:
+        """Takes one copy of each block away; what is not known is counted."""
+        prefix, tier = name_prefix(self._record.slot, event.group), tier_of(event.medium)
+        if self._record.group_kinds.get(event.group) not in PREFIX_KINDS:
+            self._record.counters.skip("attention_group", len(event.hashes))
+            return
+        for engine_hash in event.hashes:
+            key = prefix + engine_hash
+            name = self._changes.name(key)
+            if name is not None and name.copies[tier]:
+                self._release(key, name, tier)
+                self._record.counters.removed += 1
+            elif not self._release_waiting(key, tier):
+                self._record.counters.unknown_removed += 1
+
+    def _unusable(self, event: BlockStored) -> str | None:
+        """Why no keys can be made of a stored event; learns the block size from the first good one."""
+        record = self._record
+        if event.group_kind not in PREFIX_KINDS:
+            return "attention_group"
+        if event.lora_id and not event.lora_name:
+            return "lora_without_name"
+        if record.block_size not in (None, event.block_size):
+            return "block_size"
+        if not event.block_size or len(event.tokens) != len(event.hashes) * event.block_size:
+            return "sparse"
+        record.block_size = event.block_size
+        return None
+
+    def _copy_known(self, event: BlockStored) -> None:
+        """Blocks announced by hash alone, as an offload to a lower tier: more copies of known names."""
+        prefix, tier = name_prefix(self._record.slot, event.group), tier_of(event.medium)
+        for engine_hash in event.hashes:
+            key = prefix + engine_hash
+            name = self._changes.name(key)
+            if name is None or tier == GPU:
+                self._record.counters.skip("hash_only")
+            else:
+                self._hold(key, name, tier, 1)
+
+    def _store_chain(self, event: BlockStored) -> None:
+        record, changes = self._record, self._changes
+        prefix, tier = name_prefix(record.slot, event.group), tier_of(event.medium)
+        extras = event.extra_keys or [None] * len(event.hashes)
+        parent = event.parent or b""
+        before: bytes | None = self._root(event.lora_name)
+        if parent:
+            known = changes.name(prefix + parent)
+            before = known.key if known else None
+        for engine_hash, local, extra in zip(
+            event.hashes, local_hashes(event.tokens, event.block_size), extras, strict=True
+        ):
+            key, canonical = prefix + engine_hash, extra_bytes(extra, event.lora_name)
+            if before is None:
+                self._wait(key, Waiting(parent, local, canonical, [0, 0, 0]), tier)
+            else:
+                before = self._store(key, next_key(before, local, canonical), parent, tier)
+            parent = engine_hash
+        record.counters.stored += len(event.hashes)
+
+    def _root(self, lora_name: str | None) -> bytes:
+        root = self._roots.get(lora_name)
+        if root is None:
+            registered, size = self._record.registration, self._record.block_size
+            assert size is not None
+            root = root_key(registered.model_name, lora_name, size, registered.additional_salt)
+            self._roots[lora_name] = root
+        return root
+
+    # one block
+
+    def _store(self, key: bytes, block: bytes, parent: bytes, tier: int) -> bytes:
+        """Holds one more copy; gives the block key. A known engine hash keeps the content it has."""
+        name = self._changes.name(key)
+        if name is None:
+            name = Name(block, parent)
+        elif name.key != block:
+            self._record.counters.contradictions += 1
+        elif name.held:
+            self._record.counters.duplicates += 1
+        self._hold(key, name, tier, 1)
+        if self._record.waiting:
+            self._resolve(key, name.key)
+        return name.key
+
+    def _hold(self, key: bytes, name: Name, tier: int, copies: int) -> None:
+        """Adds copies; a block not held until now takes its place in the chain."""
+        changes, record = self._changes, self._record
+        was_held, was_ghost = name.held, changes.name(key) is not None
+        if not name.copies[tier]:
+            changes.holders(name.key).tiers[tier] |= self._bit
+            record.lower_tiers = record.lower_tiers or tier != GPU
+        name.copies[tier] = min(MAX_COPIES, name.copies[tier] + copies)
+        changes.save(key, name)
+        if was_held:
+            return
+        record.blocks += 1
+        record.orphans -= name.children
+        if name.parent:
+            parent_key, parent = self._parent(key, name)
+            parent.children += 1
+            parent.ghosts -= was_ghost
+            record.orphans += not parent.held
+            changes.save(parent_key, parent)
+
+    def _release(self, key: bytes, name: Name, tier: int) -> None:
+        """Takes a copy away; a block with none left leaves the chain."""
+        name.copies[tier] -= 1
+        self._changes.save(key, name)
+        if name.copies[tier]:
+            return
+        self._changes.holders(name.key).tiers[tier] &= ~self._bit
+        if not name.held:
+            self._unhold(key, name)
+
+    def _unhold(self, key: bytes, name: Name) -> None:
+        changes, record = self._changes, self._record
+        record.blocks -= 1
+        record.orphans += name.children
+        if name.parent:
+            parent_key, parent = self._parent(key, name)
+            parent.children -= 1
+            parent.ghosts += 1
+            record.orphans -= not parent.held
+            changes.save(parent_key, parent)
+        self._bury(key, name)
+
+    def _bury(self, key: bytes, name: Name) -> None:
+        """Deletes a ghost on which nothing hangs, and the ghosts that then stand alone before it."""
+        while not (name.held or name.children or name.ghosts):
+            self._changes.save(key, None)
+            if not name.parent:
+                return
+            key, name = self._parent(key, name)
+            name.ghosts -= 1
+            self._changes.save(key, name)
+
+    def _parent(self, key: bytes, name: Name) -> tuple[bytes, Name]:
+        parent_key = key[:3] + name.parent
+        parent = self._changes.name(parent_key)
+        assert parent is not None, "a name outlived its parent's"
+        return parent_key, parent
+
+    # blocks before their parents
+
+    def _wait(self, key: bytes, waiting: Waiting, tier: int) -> None:
+        changes, record = self._changes, self._record
+        name = changes.name(key)
+        if name is not None:
+            self._hold(key, name, tier, 1)
+            return
+        known = changes.waiting(key)
+        if known is None and record.waiting >= MAX_WAITING:
+            record.counters.skip("waiting_full")
+            return
+        if known is None:
+            record.waiting += 1
+            changes.link(key[:3] + waiting.parent, key)
+        else:
+            waiting = known
+        waiting.copies[tier] = min(MAX_COPIES, waiting.copies[tier] + 1)
+        changes.wait(key, waiting)
+
+    def _release_waiting(self, key: bytes, tier: int) -> bool:
+        if not self._record.waiting:
+            return False
+        waiting = self._changes.waiting(key)
+        if waiting is None or not waiting.copies[tier]:
+            return False
+        waiting.copies[tier] -= 1
+        self._record.counters.removed += 1
+        if any(waiting.copies):
+            self._changes.wait(key, waiting)
+        else:
+            self._end_waiting(key, waiting)
+        return True
+
+    def _end_waiting(self, key: bytes, waiting: Waiting) -> None:
+        self._changes.stop_waiting(key, key[:3] + waiting.parent)
+        self._record.waiting -= 1
+
+    def _resolve(self, key: bytes, block: bytes) -> None:
+        """A block became known: so do those that waited for it, and those that waited for them."""
+        known = [(key, block)]
+        while known:
+            parent_key, before = known.pop()
+            for child in self._changes.waiting_for(parent_key):
+                waiting = self._changes.waiting(child)
+                if waiting is None:
+                    continue
+                self._end_waiting(child, waiting)
+                name = Name(next_key(before, waiting.local, waiting.extra), waiting.parent)
+                for tier, copies in enumerate(waiting.copies):
+                    if copies:
+                        self._hold(child, name, tier, copies)
+                known.append((child, name.key))

@@ -1,0 +1,111 @@
+"""The changes of one write transaction: staged in memory over the map, then flushed in key order.
+
+A group of batches touches the same names and holders again and again; staged, each is read once and written
+once, and sorted writes go through the tree from left to right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import lmdb
+
+from indexer.layout import Holders, Name, Tables, Waiting, decode_waiting, encode_waiting
+
+Value = TypeVar("Value")
+
+
+class Changes:
+    """Reads through to the map; nothing is written before :meth:`flush`."""
+
+    def __init__(self, txn: lmdb.Transaction, tables: Tables) -> None:
+        self._txn = txn
+        self._get = cast(Callable[..., bytes | None], txn.get)
+        self._tables = tables
+        self._names: dict[bytes, Name | None] = {}
+        self._changed_names: set[bytes] = set()
+        self._holders: dict[bytes, Holders] = {}
+        self._waiting: dict[bytes, Waiting | None] = {}
+        self._changed_waiting: set[bytes] = set()
+
+    def name(self, key: bytes) -> Name | None:
+        """The name with this names key. Say :meth:`save` after changing it."""
+        try:
+            return self._names[key]
+        except KeyError:
+            value = self._get(key, db=self._tables.names)
+            name = None if value is None else Name.decode(value)
+            self._names[key] = name
+            return name
+
+    def save(self, key: bytes, name: Name | None) -> None:
+        """Stages a changed name, or its removal."""
+        self._names[key] = name
+        self._changed_names.add(key)
+
+    def holders(self, key: bytes) -> Holders:
+        """Who holds the block with this block key; what is changed in it is staged."""
+        found = self._holders.get(key)
+        if found is None:
+            found = self._holders[key] = Holders(self._get(key, db=self._tables.blocks))
+        return found
+
+    def waiting(self, key: bytes) -> Waiting | None:
+        """The block with this names key that waits for its parent."""
+        if key not in self._waiting:
+            value = self._get(key, db=self._tables.waiting)
+            self._waiting[key] = None if value is None else decode_waiting(value)
+        return self._waiting[key]
+
+    def wait(self, key: bytes, waiting: Waiting) -> None:
+        """Stages a block that waits."""
+        self._waiting[key] = waiting
+        self._changed_waiting.add(key)
+
+    def link(self, parent: bytes, child: bytes) -> None:
+        """Notes that ``child`` waits for ``parent`` (names keys both)."""
+        self._txn.put(parent, child, db=self._tables.children)
+
+    def stop_waiting(self, key: bytes, parent: bytes) -> None:
+        """Stages the end of a block's waiting for ``parent``."""
+        self._waiting[key] = None
+        self._changed_waiting.add(key)
+        self._txn.delete(parent, key, db=self._tables.children)
+
+    def waiting_for(self, parent: bytes) -> list[bytes]:
+        """The names keys of the blocks that wait for ``parent``."""
+        with self._txn.cursor(self._tables.children) as cursor:
+            return [bytes(child) for child in cursor.iternext_dup()] if cursor.set_key(parent) else []
+
+    def meta(self, key: bytes) -> bytes | None:
+        """A value of the meta table."""
+        return self._get(key, db=self._tables.meta)
+
+    def put_meta(self, key: bytes, value: bytes) -> None:
+        """Writes a value of the meta table."""
+        self._txn.put(key, value, db=self._tables.meta)
+
+    def flush(self) -> None:
+        """Writes everything. Raises lmdb.MapFullError."""
+        names, blocks, waiting = self._tables.names, self._tables.blocks, self._tables.waiting
+        self._write(names, {key: self._names[key] for key in self._changed_names}, Name.encode)
+        self._write(blocks, {key: held or None for key, held in self._holders.items()}, Holders.encode)
+        self._write(waiting, {key: self._waiting[key] for key in self._changed_waiting}, encode_waiting)
+
+    def _write(
+        self,
+        table: lmdb._Database,
+        staged: dict[bytes, Value | None],
+        encode: Callable[[Value], bytes],
+    ) -> None:
+        puts = []
+        for key in sorted(staged):
+            value = staged[key]
+            if value is None:
+                self._txn.delete(key, db=table)
+            else:
+                puts.append((key, encode(value)))
+        if puts:
+            with self._txn.cursor(table) as cursor:
+                cursor.putmulti(puts)

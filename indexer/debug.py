@@ -1,0 +1,152 @@
+"""The debug API: what is known of each replica, who holds a block, why a query gives what it gives.
+
+It shows hashes and counts, never tokens or salts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from aiohttp import web
+
+from events.schema import canonical_hash, display_hash
+from events.subscriber import Subscriber
+from indexer.api import Query, answer, parse
+from indexer.errors import RegistrationError, UnknownInstanceError
+from indexer.explain import explain
+from indexer.ingest import Ingest
+from indexer.keys import KEY_BYTES
+from indexer.reader import MapReader, StreamStatus
+
+
+class DebugApi:
+    """Handlers under ``/debug/``."""
+
+    def __init__(self, ingest: Ingest, reader: MapReader, subscriber: Subscriber) -> None:
+        self._ingest = ingest
+        self._reader = reader
+        self._subscriber = subscriber
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/debug/replicas", self.replicas),
+            web.get("/debug/block", self.block),
+            web.post("/debug/explain", self.explain),
+        ]
+
+    async def replicas(self, _: web.Request) -> web.Response:
+        faults = self._subscriber.faults
+        return answer(
+            {
+                "replicas": [self._replica(status) for status in self._reader.streams()],
+                "unmatched_topics": dict(faults.unmatched),
+                "map": {
+                    "used_bytes": self._reader.used_bytes(),
+                    "heartbeat_age_s": self._reader.heartbeat_age(),
+                    "groups": self._ingest.groups,
+                    "failures": self._ingest.failures,
+                },
+            }
+        )
+
+    def _replica(self, status: StreamStatus) -> dict[str, Any]:
+        record, machine = status.record, self._ingest.machine(status.record.id)
+        registered = record.registration
+        faults = self._subscriber.faults.of(record.id)
+        age = None if record.event_at is None else max(0.0, time.time() - record.event_at)
+        return {
+            "instance": registered.instance,
+            "rank": registered.dp_rank,
+            "model_name": registered.model_name,
+            "aliases": registered.aliases,
+            "endpoint": registered.endpoint,
+            "replay_endpoint": registered.replay_endpoint,
+            "state": status.state,
+            "weight": status.weight,
+            "reason": record.reason,
+            "sequence": record.sequence,
+            "generation": record.generation,
+            "lag_batches": self._ingest.held(record.id),
+            "event_age_s": age,
+            "block_size": record.block_size,
+            "hash_form": record.hash_form,
+            "group_kinds": {str(group): kind for group, kind in record.group_kinds.items()},
+            "blocks": record.blocks,
+            "orphans": record.orphans,
+            "waiting": record.waiting,
+            "counters": {
+                "batches": record.counters.batches,
+                "stored": record.counters.stored,
+                "removed": record.counters.removed,
+                "cleared": record.counters.cleared,
+                "duplicates": record.counters.duplicates,
+                "unknown_removed": record.counters.unknown_removed,
+                "contradictions": record.counters.contradictions,
+                "gaps": machine.gaps if machine else 0,
+                "restarts": machine.restarts if machine else 0,
+                "replays_failed": machine.replays_failed if machine else 0,
+                "overflows": self._subscriber.inbox.overflows[record.id],
+            },
+            "skipped": record.counters.skipped | faults,
+        }
+
+    async def block(self, request: web.Request) -> web.Response:
+        key, asked = self._block_key(request)
+        holders = [
+            {
+                "instance": record.id[0],
+                "rank": record.id[1],
+                "state": record.state,
+                "generation": record.generation,
+                "tiers": tiers,
+            }
+            for record, tiers in self._reader.holders(key)
+        ]
+        return answer({"key": key.hex(), **asked, "holders": holders})
+
+    def _block_key(self, request: web.Request) -> tuple[bytes, dict[str, Any]]:
+        """From ``?key=HEX`` (as /debug/explain shows it), or ``?instance=I&hash=H[&rank=R][&group=G]``."""
+        query = request.query
+        try:
+            if "key" in query:
+                key = bytes.fromhex(query["key"])
+                if len(key) != KEY_BYTES:
+                    raise ValueError(f"{len(key)} bytes")
+                return key, {}
+            engine_hash = _engine_hash(query["hash"])
+            instance = query["instance"]
+            rank, group = int(query.get("rank", 0)), int(query.get("group", 0))
+        except KeyError as error:
+            raise RegistrationError(
+                "say which block: ?key=HEX as /debug/explain shows it, or ?instance=NAME&hash=ENGINE_HASH"
+            ) from error
+        except ValueError as error:
+            raise RegistrationError(
+                f"{request.query_string!r} names no block ({error}); a key is 16 hex digits, "
+                "an engine hash a decimal or 0x and hex digits"
+            ) from error
+        name = self._reader.name(instance, rank, group, engine_hash)
+        if name is None:
+            raise UnknownInstanceError(
+                f"{instance!r} rank {rank} has no block with the engine hash {display_hash(engine_hash)}"
+            )
+        copies = dict(zip(("gpu", "cpu", "disk"), name.copies, strict=True))
+        return name.key, {"hash": display_hash(engine_hash), "copies": copies}
+
+    async def explain(self, request: web.Request) -> web.Response:
+        body = parse(await request.read(), Query)
+        told = await asyncio.to_thread(
+            explain,
+            self._reader,
+            body.model_name,
+            body.token_ids,
+            lora_name=body.lora_name,
+            cache_salt=body.cache_salt,
+        )
+        return answer(told)
+
+
+def _engine_hash(text: str) -> bytes:
+    return canonical_hash(bytes.fromhex(text[2:]) if text.startswith("0x") else int(text))

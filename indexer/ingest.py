@@ -1,0 +1,367 @@
+"""From signals to commits: the thread that owns the map, the streams' state machines and their order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import msgspec
+
+from events.logs import Throttled
+from events.schema import (
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    Decoder,
+    PayloadError,
+    canonical_hash,
+)
+from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream
+from events.subscriber import Inbox, Source, StreamId
+from indexer.errors import IndexerError, MapError, UnknownInstanceError
+from indexer.layout import StreamKey, StreamRecord
+from indexer.registration import Registration
+from indexer.writer import Group, MapWriter
+
+log = logging.getLogger(__name__)
+
+GROUP_SIGNALS = 512
+IDLE_S = 0.1
+HEARTBEAT_S = 0.5
+SYNC_S = 60.0
+RECOVERY_PAUSE_S = 1.0
+
+
+class Feed(Protocol):
+    """Where signals come from: the subscriber, or a recording."""
+
+    inbox: Inbox
+
+    def add(self, stream: StreamId, source: Source) -> None: ...
+
+    def remove(self, stream: StreamId) -> None: ...
+
+    def ask_replay(self, stream: StreamId, ask: int, start: int) -> None: ...
+
+
+class Followed:
+    """A stream that is followed: its state machine, and a decoder that knows its encoding."""
+
+    def __init__(self, record: StreamRecord) -> None:
+        self.machine = Stream(
+            has_replay=record.registration.replay_endpoint is not None,
+            last=record.sequence,
+            digest=record.digest,
+            lost=record.lost,
+        )
+        self.decoder = Decoder()
+
+
+class Ingest:
+    """Applies what streams say to the map, a group at a time, in one thread.
+
+    :meth:`step` does the work and knows neither thread nor socket; :meth:`start` runs it on what the feed
+    has. Commands from other threads (:meth:`register`, :meth:`unregister`) are carried out between groups and
+    answer through futures.
+    """
+
+    def __init__(
+        self,
+        writer: MapWriter,
+        feed: Feed,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._writer = writer
+        self._feed = feed
+        self._clock = clock
+        self._wall = wall
+        self._warn = Throttled(log)
+        self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        self._followed: dict[StreamId, Followed] = {}
+        self._asks: dict[StreamId, AskReplay] = {}
+        self._beat_at = float("-inf")
+        self._sync_at = clock() + SYNC_S
+        self._running = False
+        self._thread: threading.Thread | None = None
+        self.failures = 0
+        self.groups = 0
+
+    # from any thread
+
+    def start(self) -> None:
+        """Follows the streams that the map knows, and begins to work."""
+        self._running = True
+        self._follow_all()
+        self._thread = threading.Thread(target=self._run, name="ingest", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the group at hand."""
+        self._running = False
+        self._feed.inbox.wake()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+
+    def register(self, registration: Registration) -> Future[None]:
+        """Follows a stream; the same again changes nothing, another endpoint replaces it."""
+        return self._command(lambda: self.follow(registration))
+
+    def unregister(self, instance_id: str, model_name: str, rank: int | None = None) -> Future[None]:
+        """Forgets an instance (or one rank of it). The future raises UnknownInstanceError."""
+        return self._command(lambda: self.forget(instance_id, model_name, rank))
+
+    def _command(self, command: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        self._commands.put((command, future))
+        self._feed.inbox.wake()
+        return future
+
+    def held(self, stream: StreamId) -> int:
+        """Signals of a stream that are received and not yet applied."""
+        followed = self._followed.get(stream)
+        return self._feed.inbox.depth(stream) + (followed.machine.held if followed else 0)
+
+    def machine(self, stream: StreamId) -> Stream | None:
+        """The state machine of a stream, to be looked at."""
+        followed = self._followed.get(stream)
+        return followed.machine if followed else None
+
+    # on the thread
+
+    def _run(self) -> None:
+        while self._running:
+            try:
+                signals = self._feed.inbox.take(GROUP_SIGNALS, 0 if self._busy else IDLE_S)
+                self.step(signals)
+                self._carry_out_commands()
+            except Exception as error:
+                self.failures += 1
+                self._report(error)
+                time.sleep(RECOVERY_PAUSE_S)
+                self._resume_from_commit()
+
+    def _report(self, error: Exception) -> None:
+        if isinstance(error, MapError):
+            self._warn.warning("map", "%s; going on from the last commit", error)
+        else:
+            log.error("ingesting failed; going on from the last commit", exc_info=error)
+
+    @property
+    def _busy(self) -> bool:
+        return self._writer.has_garbage or not self._commands.empty()
+
+    def step(self, signals: list[tuple[StreamId, Signal]]) -> None:
+        """Applies one group of signals, and what is due by now, in one commit.
+
+        On an error (MapError: the map is full, or cannot be written) nothing of the group is applied.
+        """
+        now = self._clock()
+        due = [(stream, actions) for stream in self._followed if (actions := self._tick(stream, now))]
+        if signals or due or now >= self._beat_at:
+            self._commit(signals, due, now)
+        if self._writer.has_garbage:
+            self._writer.collect()
+        if now >= self._sync_at:
+            self._writer.sync()
+            self._sync_at = now + SYNC_S
+
+    def _tick(self, stream: StreamId, now: float) -> list[Action]:
+        return self._followed[stream].machine.tick(now)
+
+    def _commit(
+        self, signals: list[tuple[StreamId, Signal]], due: list[tuple[StreamId, list[Action]]], now: float
+    ) -> None:
+        self._asks.clear()
+        with self._writer.group() as group:
+            for stream, actions in due:
+                self._perform(group, stream, actions)
+            for stream, signal in signals:
+                followed = self._followed.get(stream)
+                if followed is not None:
+                    self._perform(group, stream, followed.machine.on(signal, now))
+            for stream in {stream for stream, _ in [*signals, *due]} & self._followed.keys():
+                self._note_state(group, stream)
+        self.groups += 1
+        self._beat_at = now + HEARTBEAT_S
+        for stream, ask in self._asks.items():
+            self._feed.ask_replay(stream, ask.ask, ask.start)
+
+    def _perform(self, group: Group, stream: StreamId, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Apply():
+                    self._apply(group, stream, action)
+                case AskReplay():
+                    self._asks[stream] = action
+                case Reset():
+                    self._reset(group, stream, action)
+
+    def _record(self, stream: StreamId) -> StreamRecord:
+        return self._writer.streams[_key(stream)]
+
+    def _apply(self, group: Group, stream: StreamId, action: Apply) -> None:
+        followed, record = self._followed[stream], self._record(stream)
+        try:
+            batch = followed.decoder.decode(action.payload)
+        except PayloadError as error:
+            record.counters.skip("payload")
+            followed.machine.damaged(f"the batch with sequence {action.sequence} could not be read")
+            self._warn.warning(f"payload {stream}", "%s sent %s", _title(stream), error)
+        else:
+            record = self._apply_batch(group, stream, batch)
+        record.sequence = action.sequence
+        record.event_at = self._wall()
+        record.counters.batches += 1
+        group.touch(record)
+
+    def _apply_batch(self, group: Group, stream: StreamId, batch: Batch) -> StreamRecord:
+        record = self._record(stream)
+        blocks = group.blocks(record)
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._note_form(stream, record, event)
+                blocks.store(event)
+            elif isinstance(event, BlockRemoved):
+                blocks.remove(event)
+            elif isinstance(event, AllBlocksCleared):
+                record = self._writer.renew(group, record)
+                record.counters.cleared += 1
+                blocks = group.blocks(record)
+                self._followed[stream].machine.cleared()
+        for rejected in batch.rejected:
+            record.counters.skip(rejected.reason)
+            self._warn.warning(
+                f"event {stream}", "%s sent an event we skip: %s", _title(stream), rejected.detail
+            )
+        return record
+
+    def _note_form(self, stream: StreamId, record: StreamRecord, event: BlockStored) -> None:
+        if record.hash_form is None and event.hashes:
+            record.hash_form = "int" if len(event.hashes[0]) == len(canonical_hash(0)) else "bytes"
+        if event.block_size and record.block_size not in (None, event.block_size):
+            self._warn.warning(
+                f"block size {stream}",
+                "%s stores blocks of %d tokens, %s are registered; they are skipped: register the right "
+                "block_size, or none",
+                _title(stream),
+                event.block_size,
+                record.block_size,
+            )
+
+    def _reset(self, group: Group, stream: StreamId, action: Reset) -> None:
+        record = self._record(stream)
+        log.info("%s: forgetting %d blocks: %s", _title(stream), record.blocks, action.reason)
+        self._writer.renew(group, record)
+
+    def _note_state(self, group: Group, stream: StreamId) -> None:
+        record, machine = self._record(stream), self._followed[stream].machine
+        now = (machine.state, machine.reason, machine.lost, machine.last, machine.digest)
+        if now != (record.state, record.reason, record.lost, record.sequence, record.digest):
+            if machine.state != record.state:
+                log.info("%s is %s: %s", _title(stream), machine.state, machine.reason)
+            record.state, record.reason, record.lost, record.sequence, record.digest = now
+            group.touch(record)
+
+    # streams
+
+    def _follow_all(self) -> None:
+        """Takes up every stream of the map; nothing of it is trusted before its continuity is proven."""
+        with self._writer.group() as group:
+            for record in self._writer.streams.values():
+                self._followed[record.id] = Followed(record)
+                self._note_state(group, record.id)
+        for record in self._writer.streams.values():
+            self._feed.add(record.id, _source(record.registration))
+
+    def _resume_from_commit(self) -> None:
+        """After a failure: streams start over from what is in the map, as after a restart."""
+        for stream in list(self._followed):
+            self._feed.remove(stream)
+        self._followed.clear()
+        try:
+            self._follow_all()
+        except MapError as error:
+            self._warn.warning("map", "cannot go on: %s", error)
+
+    def _carry_out_commands(self) -> None:
+        while True:
+            try:
+                command, future = self._commands.get_nowait()
+            except Empty:
+                return
+            try:
+                command()
+            except IndexerError as error:
+                future.set_exception(error)
+            except Exception as error:
+                future.set_exception(IndexerError(f"the indexer failed: {error!r}"))
+                raise
+            else:
+                future.set_result(None)
+
+    def follow(self, registration: Registration) -> None:
+        """Carries out :meth:`register`, on the thread."""
+        key = (registration.instance, registration.dp_rank)
+        known = self._writer.streams.get(key)
+        if known is not None and known.registration == registration:
+            return
+        if known is not None and _same_stream(known.registration, registration):
+            with self._writer.group() as group:
+                known.registration = registration
+                group.touch(known)
+            return
+        if known is not None:
+            self._feed.remove(key)
+        with self._writer.group() as group:
+            if known is not None:
+                self._writer.close_stream(group, known)
+            record = self._writer.open_stream(group, registration)
+            self._followed[key] = Followed(record)
+            self._note_state(group, key)
+        self._feed.add(key, _source(registration))
+        log.info("following %s at %s", _title(key), registration.endpoint)
+
+    def forget(self, instance_id: str, model_name: str, rank: int | None = None) -> None:
+        """Carries out :meth:`unregister`, on the thread. Raises UnknownInstanceError."""
+        gone = [
+            record
+            for record in self._writer.streams.values()
+            if record.registration.instance == instance_id
+            and record.registration.model_name == model_name
+            and rank in (None, record.registration.dp_rank)
+        ]
+        if not gone:
+            raise UnknownInstanceError(f"no instance {instance_id!r} of model {model_name!r} is registered")
+        for record in gone:
+            self._feed.remove(record.id)
+            del self._followed[record.id]
+        with self._writer.group() as group:
+            for record in gone:
+                self._writer.close_stream(group, record)
+
+
+def _key(stream: StreamId) -> StreamKey:
+    assert isinstance(stream, tuple)
+    return stream
+
+
+def _title(stream: StreamId) -> str:
+    instance, rank = _key(stream)
+    return f"{instance} rank {rank}"
+
+
+def _source(registration: Registration) -> Source:
+    return Source(registration.address, registration.binds, registration.topic, registration.replay_endpoint)
+
+
+def _same_stream(one: Registration, other: Registration) -> bool:
+    """Whether they differ at most in the names the model goes by."""
+    return msgspec.structs.replace(one, aliases=()) == msgspec.structs.replace(other, aliases=())

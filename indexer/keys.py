@@ -1,0 +1,91 @@
+"""Content keys of blocks: what a block of tokens means, whatever hash an engine gives it.
+
+Engines hash blocks their own way, some with a seed per process, so their hashes cannot be compared across
+replicas. A key is made of content alone, in two levels: a local hash of the block's tokens (the value that
+Dynamo's ``compute_block_hash_for_seq`` gives and ``/query_by_hash`` takes), and a chain over the local hashes
+that starts from all that must never mix.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_64_digest
+
+from events.schema import token_bytes
+
+HASH_VERSION = 1
+LOCAL_SEED = 1337
+KEY_BYTES = 8
+
+_encode_extra = msgspec.msgpack.Encoder(order="deterministic").encode
+
+
+def root_key(model: str, lora_name: str | None, block_size: int, salt: str | None = None) -> bytes:
+    """The key before block 0: model, LoRA adapter, block size in tokens, hash version.
+
+    ``salt`` is the ``additional_salt`` of a registration.
+    """
+    return xxh3_64_digest(_encode_extra([HASH_VERSION, model, lora_name or "", block_size, salt or ""]))
+
+
+def local_hashes(tokens: array[int], block_size: int) -> list[bytes]:
+    """xxh3-64 of the tokens of each whole block, 8 big-endian bytes each."""
+    data = memoryview(token_bytes(tokens))
+    width = 4 * block_size
+    return [
+        xxh3_64_digest(data[at : at + width], LOCAL_SEED) for at in range(0, len(data) - width + 1, width)
+    ]
+
+
+def extra_bytes(extra_keys: Sequence[Any] | None, lora_name: str | None = None) -> bytes:
+    """One canonical form of a block's extra keys; empty, None and absent are one.
+
+    Engines announce the LoRA name first among them; it is in the root key already and left out here.
+    """
+    if not extra_keys:
+        return b""
+    keys = list(extra_keys)
+    if lora_name and keys[0] == lora_name:
+        keys = keys[1:]
+    return _encode_extra(keys) if keys else b""
+
+
+def next_key(before: bytes, local: bytes, extra: bytes = b"") -> bytes:
+    """The key of a block that follows ``before``."""
+    return xxh3_64_digest(before + local + extra)
+
+
+def block_keys(
+    root: bytes, locals_: Sequence[bytes], extras: Mapping[int, bytes] | None = None
+) -> list[bytes]:
+    """Keys of consecutive blocks from the start of a prompt; ``extras`` by block number."""
+    keys = []
+    key = root
+    if not extras:
+        for local in locals_:
+            key = xxh3_64_digest(key + local)
+            keys.append(key)
+        return keys
+    for number, local in enumerate(locals_):
+        key = next_key(key, local, extras.get(number, b""))
+        keys.append(key)
+    return keys
+
+
+def prompt_keys(
+    tokens: array[int],
+    *,
+    model: str,
+    block_size: int,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    additional_salt: str | None = None,
+) -> list[bytes]:
+    """Keys of the whole blocks of a prompt. An empty ``cache_salt`` is none."""
+    root = root_key(model, lora_name, block_size, additional_salt)
+    extras = {0: extra_bytes([cache_salt])} if cache_salt and len(tokens) >= block_size else None
+    return block_keys(root, local_hashes(tokens, block_size), extras)

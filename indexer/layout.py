@@ -1,0 +1,272 @@
+"""What stands in the map: the tables, their keys and values. The writer and the reader both use this page.
+
+============  ========================================  ====================================================
+table         key                                       value
+============  ========================================  ====================================================
+blocks        block key, 8 bytes                        which slots hold it: a bitmap per tier (``Holders``)
+names         slot u16, group u8, engine hash           what a removal, which names only engine hashes, needs
+                                                        (``Name``)
+waiting       as in names                               a stored block whose parent is not known (``Waiting``)
+children      names key of a parent not known           names keys of the blocks that wait for it (dupsort)
+streams       slot u16                                  ``StreamRecord``: one generation of one stream
+meta          name                                      schema, boot id, clean flag, heartbeat, address
+============  ========================================  ====================================================
+
+A **slot** is one generation of one stream. Clearing or removing a stream retires its slot in one write; a
+reader masks retired slots, and their entries are collected afterwards in small steps.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import lmdb
+import msgspec
+
+from events.stream import State
+from indexer.errors import MapError, MapMissingError, MapSchemaError
+from indexer.registration import Registration
+
+SCHEMA_VERSION = 1
+MAX_SLOTS = 1 << 14
+MAX_READERS = 1024
+DEFAULT_MAP_SIZE = 16 << 30
+DATA_FILE = "data.mdb"
+
+Tier = Literal[0, 1, 2]
+GPU: Tier = 0
+CPU: Tier = 1
+DISK: Tier = 2
+TIERS = ("gpu", "cpu", "disk")
+_TIER_OF_MEDIUM: dict[str, Tier] = {"GPU": GPU, "CPU": CPU}
+
+META_SCHEMA = b"schema"
+META_BOOT = b"boot"
+META_CLEAN = b"clean"
+META_HEARTBEAT = b"heartbeat"
+META_ADDRESS = b"address"
+META_GENERATION = b"generation"
+
+
+def tier_of(medium: str) -> Tier:
+    """The tier of a medium; whatever is neither GPU nor CPU counts as the slowest."""
+    return _TIER_OF_MEDIUM.get(medium, DISK)
+
+
+class Holders:
+    """Bitmaps of the slots that hold a block, one per tier, bit n for slot n.
+
+    On disk: the width of a bitmap in bytes, then the bitmaps of GPU, CPU and disk, trailing empty ones left
+    out. A width of one byte serves eight slots.
+    """
+
+    __slots__ = ("tiers",)
+
+    def __init__(self, value: bytes | None = None) -> None:
+        self.tiers = [0, 0, 0] if value is None else list(read_holders(value))
+
+    def __bool__(self) -> bool:
+        return any(self.tiers)
+
+    def encode(self) -> bytes:
+        gpu, cpu, disk = self.tiers
+        width = ((gpu | cpu | disk).bit_length() + 7) // 8
+        used = 3 if disk else 2 if cpu else 1
+        return bytes([width]) + b"".join(bits.to_bytes(width, "little") for bits in self.tiers[:used])
+
+
+def read_holders(value: bytes) -> tuple[int, int, int]:
+    """The three bitmaps of a ``blocks`` value."""
+    width = value[0]
+    if len(value) == 1 + width:
+        return int.from_bytes(value[1:], "little"), 0, 0
+    parts = [int.from_bytes(value[1 + at * width : 1 + (at + 1) * width], "little") for at in range(3)]
+    return parts[0], parts[1], parts[2]
+
+
+_NAME = struct.Struct("<8s3BII")
+MAX_COPIES = 255
+
+
+class Name:
+    """A block as its engine names it: its key, copies per tier, and its place in the chain.
+
+    ``parent`` is the parent's engine hash, empty at the start of a prompt. ``children`` counts held children.
+    A name that lost its last copy stays as a *ghost* while names hang on it: blocks behind a hole must know
+    their way back when it is filled. ``ghosts`` counts children that are ghosts.
+    """
+
+    __slots__ = ("children", "copies", "ghosts", "key", "parent")
+
+    def __init__(self, key: bytes, parent: bytes) -> None:
+        self.key = key
+        self.parent = parent
+        self.copies = [0, 0, 0]
+        self.children = 0
+        self.ghosts = 0
+
+    @property
+    def held(self) -> bool:
+        return any(self.copies)
+
+    def encode(self) -> bytes:
+        return _NAME.pack(self.key, *self.copies, self.children, self.ghosts) + self.parent
+
+    @classmethod
+    def decode(cls, value: bytes) -> Name:
+        key, gpu, cpu, disk, children, ghosts = _NAME.unpack_from(value)
+        name = cls(key, value[_NAME.size :])
+        name.copies = [gpu, cpu, disk]
+        name.children = children
+        name.ghosts = ghosts
+        return name
+
+
+class Waiting(msgspec.Struct, array_like=True):
+    """A stored block whose parent is not known: all that its key will be made of. No tokens are kept."""
+
+    parent: bytes
+    local: bytes
+    extra: bytes
+    copies: list[int]
+
+
+class Counters(msgspec.Struct):
+    """What happened in a stream, since its registration."""
+
+    batches: int = 0
+    stored: int = 0
+    removed: int = 0
+    cleared: int = 0
+    duplicates: int = 0
+    unknown_removed: int = 0
+    contradictions: int = 0
+    skipped: dict[str, int] = {}
+
+    def skip(self, reason: str, blocks: int = 1) -> None:
+        """Counts what was left out of the map, by reason."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + blocks
+
+
+class StreamRecord(msgspec.Struct):
+    """One generation of one stream: where it stands, and what it holds.
+
+    ``sequence`` and ``digest`` are of the last batch that is in the map. ``blocks`` counts held names,
+    ``orphans`` those whose parent is not held (a hole in front), ``waiting`` those whose parent is unknown.
+    ``event_at`` is unix seconds.
+    """
+
+    slot: int
+    generation: int
+    registration: Registration
+    state: State = "connecting"
+    reason: str = ""
+    sequence: int | None = None
+    digest: bytes | None = None
+    lost: bool = False
+    retired: bool = False
+    block_size: int | None = None
+    hash_form: str | None = None
+    group_kinds: dict[int, str | None] = {}
+    blocks: int = 0
+    orphans: int = 0
+    waiting: int = 0
+    lower_tiers: bool = False
+    event_at: float | None = None
+    counters: Counters = msgspec.field(default_factory=Counters)
+
+    @property
+    def id(self) -> StreamKey:
+        return (self.registration.instance, self.registration.dp_rank)
+
+
+StreamKey = tuple[str, int]
+
+_encode_record = msgspec.msgpack.Encoder().encode
+_decode_record = msgspec.msgpack.Decoder(StreamRecord).decode
+encode_waiting = msgspec.msgpack.Encoder().encode
+decode_waiting = msgspec.msgpack.Decoder(Waiting).decode
+
+
+def encode_record(record: StreamRecord) -> bytes:
+    return _encode_record(record)
+
+
+def decode_record(value: bytes) -> StreamRecord:
+    return _decode_record(value)
+
+
+def slot_key(slot: int) -> bytes:
+    return slot.to_bytes(2, "big")
+
+
+def name_prefix(slot: int, group: int) -> bytes:
+    """What all names keys of a group start with; the engine hash follows."""
+    return slot.to_bytes(2, "big") + bytes([group])
+
+
+class Tables:
+    """The opened tables of a map."""
+
+    def __init__(self, env: lmdb.Environment, *, create: bool) -> None:
+        def table(name: bytes, **options: Any) -> lmdb._Database:
+            return env.open_db(name, create=create, **options)
+
+        self.blocks = table(b"blocks")
+        self.names = table(b"names")
+        self.waiting = table(b"waiting")
+        self.children = table(b"children", dupsort=True)
+        self.streams = table(b"streams")
+        self.meta = table(b"meta")
+
+    @property
+    def by_slot(self) -> tuple[lmdb._Database, ...]:
+        """The tables whose keys start with a slot."""
+        return (self.names, self.waiting, self.children)
+
+
+def check_schema(env: lmdb.Environment, tables: Tables, path: Path) -> None:
+    """Raises MapSchemaError when the map is of another schema than this program's."""
+    with env.begin() as txn:
+        found = txn.get(META_SCHEMA, db=tables.meta)
+    if found is not None and int(found) != SCHEMA_VERSION:
+        raise MapSchemaError(
+            f"the map in {path} has schema {int(found)}, this warmroute writes schema {SCHEMA_VERSION}; "
+            "use the version that wrote it, or give another --map folder"
+        )
+
+
+def boot_clock() -> float:
+    """Seconds since this host booted: one clock for all processes on it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def boot_id() -> bytes:
+    """What tells one boot of this host from the next."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b"unknown"
+
+
+def open_to_read(path: Path) -> tuple[lmdb.Environment, Tables]:
+    """The map for a reader in another process than the indexer's. Raises MapError."""
+    if not (path / DATA_FILE).exists():
+        raise MapMissingError(f"no map in {path} yet; start `warmroute indexer --map {path}`")
+    try:
+        env = lmdb.open(str(path), readonly=True, create=False, max_dbs=8, max_readers=MAX_READERS, lock=True)
+    except lmdb.Error as error:
+        raise MapError(f"cannot open the map in {path} to read: {error}") from error
+    try:
+        tables = Tables(env, create=False)
+        check_schema(env, tables, path)
+    except (lmdb.ReadonlyError, lmdb.NotFoundError) as error:
+        env.close()
+        raise MapMissingError(f"the map in {path} has no tables yet: {error}") from error
+    except MapError:
+        env.close()
+        raise
+    return env, tables

@@ -1,0 +1,99 @@
+"""Prometheus metrics of the indexer: streams are read at scrape time, from the map and the ingest thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from events.subscriber import Subscriber
+from indexer.errors import MapError
+from indexer.ingest import Ingest
+from indexer.reader import MapReader
+
+STREAM = ["instance", "rank"]
+QUERY_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
+
+
+class IndexerMetrics:
+    """The registry and what is measured as it happens."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.query_seconds = Histogram(
+            "warmroute_indexer_query_seconds",
+            "Time to match one prompt, seconds.",
+            registry=self.registry,
+            buckets=QUERY_BUCKETS,
+        )
+
+    def watch(self, ingest: Ingest, reader: MapReader, subscriber: Subscriber) -> None:
+        """Adds the metrics that are read at scrape time."""
+        self.registry.register(_Streams(ingest, reader, subscriber))
+
+
+class _Streams(Collector):
+    def __init__(self, ingest: Ingest, reader: MapReader, subscriber: Subscriber) -> None:
+        self._ingest = ingest
+        self._reader = reader
+        self._subscriber = subscriber
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._process()
+        try:
+            yield from self._streams()
+        except MapError:
+            return
+
+    def _process(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "warmroute_indexer_groups", "Committed groups of batches.", value=self._ingest.groups
+        )
+        yield CounterMetricFamily(
+            "warmroute_indexer_failures", "Groups that could not be applied.", value=self._ingest.failures
+        )
+        unmatched = self._subscriber.faults.unmatched
+        yield CounterMetricFamily(
+            "warmroute_indexer_unmatched_messages",
+            "Messages in bind mode whose topic names no stream.",
+            value=sum(unmatched.copy().values()),
+        )
+
+    def _streams(self) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily("warmroute_indexer_blocks", "Blocks held.", labels=STREAM)
+        holes = GaugeMetricFamily("warmroute_indexer_orphans", "Blocks behind a hole.", labels=STREAM)
+        state = GaugeMetricFamily(
+            "warmroute_indexer_stream_state", "1 for the state.", labels=[*STREAM, "state"]
+        )
+        trust = GaugeMetricFamily("warmroute_indexer_stream_weight", "Trust, 0 to 1.", labels=STREAM)
+        age = GaugeMetricFamily("warmroute_indexer_event_age_seconds", "Since the last batch.", labels=STREAM)
+        queue = GaugeMetricFamily("warmroute_indexer_queued", "Batches not yet applied.", labels=STREAM)
+        batches = CounterMetricFamily("warmroute_indexer_batches", "Applied batches.", labels=STREAM)
+        skipped = CounterMetricFamily(
+            "warmroute_indexer_skipped", "What was left out of the map.", labels=[*STREAM, "reason"]
+        )
+        for status in self._reader.streams():
+            record = status.record
+            label = [record.id[0], str(record.id[1])]
+            blocks.add_metric(label, record.blocks)
+            holes.add_metric(label, record.orphans)
+            state.add_metric([*label, status.state], 1)
+            trust.add_metric(label, status.weight)
+            if record.event_at is not None:
+                age.add_metric(label, max(0.0, time.time() - record.event_at))
+            queue.add_metric(label, self._ingest.held(record.id))
+            batches.add_metric(label, record.counters.batches)
+            faults = self._subscriber.faults.of(record.id)
+            for reason, count in [*record.counters.skipped.items(), *faults.items()]:
+                skipped.add_metric([*label, reason], count)
+        yield from (blocks, holes, state, trust, age, queue, batches, skipped)
+        yield GaugeMetricFamily(
+            "warmroute_indexer_map_used_bytes", "Pages that hold entries.", value=self._reader.used_bytes()
+        )

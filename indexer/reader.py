@@ -1,0 +1,313 @@
+"""Reads the map: in the indexer's own process, or read-only in a router's on the same host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import lmdb
+import msgspec
+
+from events.schema import token_array
+from indexer.errors import MapError
+from indexer.keys import block_keys, prompt_keys, root_key
+from indexer.layout import (
+    META_ADDRESS,
+    META_HEARTBEAT,
+    TIERS,
+    Holders,
+    Name,
+    StreamRecord,
+    Tables,
+    boot_clock,
+    decode_record,
+    name_prefix,
+    open_to_read,
+    read_holders,
+)
+from indexer.match import Lookup, match
+
+HEARTBEAT_LIMIT_S = 2.0
+STALE_AFTER_S = 30.0
+WEIGHTS = {"live": 1.0, "replaying": 0.5, "partial": 0.5}
+
+
+class Matched(msgspec.Struct, frozen=True):
+    """What one stream holds of a prompt.
+
+    ``gpu``, ``cpu`` and ``disk`` are leading tokens, cumulative (what is on the GPU; there or in memory;
+    anywhere), not capped to what an engine can use. ``weight``, 0 to 1, says how far the map can be trusted
+    for the stream now; ``generation`` and ``sequence`` say as of when.
+    """
+
+    instance: str
+    rank: int
+    block_size: int
+    state: str
+    weight: float
+    gpu: int
+    cpu: int
+    disk: int
+    generation: int
+    sequence: int | None
+
+
+class StreamStatus(msgspec.Struct, frozen=True):
+    """A stream as the map knows it, with the trust that its state deserves now."""
+
+    record: StreamRecord
+    state: str
+    weight: float
+
+
+class Trust:
+    """How far states can be believed, by the age of the indexer's heartbeat.
+
+    The map of a dead indexer still says ``live``. Beyond two seconds without a heartbeat such a stream counts
+    as partial, with a weight that falls to zero at ``stale_after`` seconds.
+    """
+
+    def __init__(self, stale_after: float = STALE_AFTER_S) -> None:
+        self._stale_after = stale_after
+
+    def judge(self, state: str, heartbeat_age: float) -> tuple[str, float]:
+        weight = WEIGHTS.get(state, 0.0)
+        if heartbeat_age <= HEARTBEAT_LIMIT_S or not weight:
+            return state, weight
+        span = self._stale_after - HEARTBEAT_LIMIT_S
+        left = max(0.0, 1.0 - (heartbeat_age - HEARTBEAT_LIMIT_S) / span) if span > 0 else 0.0
+        return "partial", min(weight, WEIGHTS["partial"]) * left
+
+
+class MapReader:
+    """Answers what streams hold. Read transactions are as short as one query."""
+
+    def __init__(
+        self,
+        env: lmdb.Environment,
+        tables: Tables,
+        *,
+        trust: Trust | None = None,
+        clock: Callable[[], float] = boot_clock,
+        owns: bool = False,
+    ) -> None:
+        self._env = env
+        self._tables = tables
+        self._trust = trust or Trust()
+        self._clock = clock
+        self._owns = owns
+        self._records: tuple[int, list[StreamRecord]] | None = None
+
+    @classmethod
+    def open(cls, path: Path, *, trust: Trust | None = None) -> MapReader:
+        """The map of an indexer in another process. Raises MapError."""
+        env, tables = open_to_read(path)
+        try:
+            env.reader_check()
+        except lmdb.Error as error:
+            env.close()
+            raise MapError(f"cannot take part in the locks of the map in {path}: {error}") from error
+        return cls(env, tables, trust=trust, owns=True)
+
+    def close(self) -> None:
+        if self._owns:
+            self._env.close()
+
+    @contextmanager
+    def _begin(self) -> Iterator[lmdb.Transaction]:
+        try:
+            try:
+                txn = self._env.begin()
+            except lmdb.MapResizedError:
+                self._env.set_mapsize(0)
+                txn = self._env.begin()
+        except lmdb.LockError as error:
+            raise MapError(
+                f"cannot read the map: {error}; another container with the same process id uses it: "
+                "share one pid namespace, as compose.yaml does"
+            ) from error
+        except lmdb.Error as error:
+            raise MapError(f"cannot read the map: {error}") from error
+        try:
+            with txn:
+                yield txn
+        except lmdb.Error as error:
+            raise MapError(f"cannot read the map: {error}") from error
+
+    def _streams(self, txn: lmdb.Transaction) -> list[StreamRecord]:
+        """The streams that are not retired; decoded again only after a commit."""
+        version = txn.id()
+        if self._records is None or self._records[0] != version:
+            records = [decode_record(bytes(value)) for _, value in txn.cursor(self._tables.streams)]
+            self._records = (version, [record for record in records if not record.retired])
+        return self._records[1]
+
+    def _heartbeat_age(self, txn: lmdb.Transaction) -> float:
+        beat = txn.get(META_HEARTBEAT, db=self._tables.meta)
+        return float("inf") if beat is None else max(0.0, self._clock() - float(beat))
+
+    def streams(self) -> list[StreamStatus]:
+        """All streams, each with its state and weight as of now."""
+        with self._begin() as txn:
+            age = self._heartbeat_age(txn)
+            return [
+                StreamStatus(record, *self._trust.judge(record.state, age)) for record in self._streams(txn)
+            ]
+
+    def heartbeat_age(self) -> float:
+        """Seconds since the indexer last said that it lives; infinite if it never did."""
+        with self._begin() as txn:
+            return self._heartbeat_age(txn)
+
+    def indexer_address(self) -> str | None:
+        """The URL of the indexer that writes this map, once it listens."""
+        with self._begin() as txn:
+            address = txn.get(META_ADDRESS, db=self._tables.meta)
+        return bytes(address).decode() if address else None
+
+    def query(
+        self,
+        model: str,
+        tokens: Sequence[int],
+        *,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Matched]:
+        """What each stream of ``model`` (a registered name or an alias) holds of a prompt.
+
+        Streams that match nothing are in the answer with zeros; it is empty for an unknown model. Raises
+        MapError when the map cannot be read, ValueError for a token id outside u32.
+        """
+        ids = token_array(tokens)
+
+        def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
+            return prompt_keys(
+                ids,
+                model=record.registration.model_name,
+                block_size=block_size,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                additional_salt=record.registration.additional_salt,
+            )
+
+        return self._query(model, keys_of)
+
+    def query_local(
+        self, model: str, locals_: Sequence[bytes], *, lora_name: str | None = None
+    ) -> list[Matched]:
+        """As :meth:`query`, from the local hashes of the prompt's blocks."""
+
+        def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
+            registered = record.registration
+            root = root_key(registered.model_name, lora_name, block_size, registered.additional_salt)
+            return block_keys(root, locals_)
+
+        return self._query(model, keys_of)
+
+    def _query(self, model: str, keys_of: Callable[[StreamRecord, int], list[bytes]]) -> list[Matched]:
+        with self._begin() as txn:
+            age = self._heartbeat_age(txn)
+            families: dict[tuple[Any, ...], list[StreamRecord]] = {}
+            for record in self._streams(txn):
+                if serves(record, model):
+                    families.setdefault(_family(record), []).append(record)
+            answer: list[Matched] = []
+            for members in families.values():
+                held = self._held(txn, members, keys_of)
+                answer += [self._matched(record, held, age) for record in members]
+        return answer
+
+    def _held(
+        self,
+        txn: lmdb.Transaction,
+        members: list[StreamRecord],
+        keys_of: Callable[[StreamRecord, int], list[bytes]],
+    ) -> list[dict[int, int]]:
+        """Leading blocks by slot, for GPU, GPU and CPU, all tiers."""
+        block_size = members[0].block_size
+        if block_size is None:
+            return [{}, {}, {}]
+        keys = keys_of(members[0], block_size)
+        slots = sum(1 << record.slot for record in members)
+        holey = sum(1 << record.slot for record in members if record.orphans)
+        levels = 3 if any(record.lower_tiers for record in members) else 1
+        held = [match(self._lookup(txn, level), keys, slots, holey) for level in range(levels)]
+        return held + [held[-1]] * (3 - levels)
+
+    def _lookup(self, txn: lmdb.Transaction, level: int) -> Lookup:
+        """Bitmaps of the slots that hold a key in the tiers up to ``level``."""
+        get = cast(Callable[..., bytes | None], txn.get)
+        blocks = self._tables.blocks
+
+        def lookup(key: bytes) -> int:
+            value = get(key, db=blocks)
+            if value is None:
+                return 0
+            gpu, cpu, disk = read_holders(value)
+            return gpu if level == 0 else gpu | cpu if level == 1 else gpu | cpu | disk
+
+        return lookup
+
+    def _matched(self, record: StreamRecord, held: list[dict[int, int]], age: float) -> Matched:
+        state, weight = self._trust.judge(record.state, age)
+        size = record.block_size or 0
+        gpu, cpu, disk = (level.get(record.slot, 0) * size for level in held)
+        return Matched(
+            record.registration.instance,
+            record.registration.dp_rank,
+            size,
+            state,
+            weight,
+            gpu,
+            cpu,
+            disk,
+            record.generation,
+            record.sequence,
+        )
+
+    def holders(self, key: bytes) -> list[tuple[StreamRecord, list[str]]]:
+        """Who holds a block, and in which tiers, by block key."""
+        with self._begin() as txn:
+            value = txn.get(key, db=self._tables.blocks)
+            tiers = Holders(None if value is None else bytes(value)).tiers
+            found = []
+            for record in self._streams(txn):
+                names = [name for name, bits in zip(TIERS, tiers, strict=True) if bits >> record.slot & 1]
+                if names:
+                    found.append((record, names))
+        return found
+
+    def name(self, instance: str, rank: int, group: int, engine_hash: bytes) -> Name | None:
+        """A block of a stream by its canonical engine hash."""
+        with self._begin() as txn:
+            for record in self._streams(txn):
+                if record.id == (instance, rank):
+                    key = name_prefix(record.slot, group) + engine_hash
+                    value = txn.get(key, db=self._tables.names)
+                    return None if value is None else Name.decode(bytes(value))
+        return None
+
+    def used_bytes(self) -> int:
+        """Bytes of the pages that hold entries."""
+        with self._begin() as txn:
+            tables = self._tables
+            pages = sum(
+                stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+                for table in (*tables.by_slot, tables.blocks, tables.streams, tables.meta)
+                for stat in [txn.stat(table)]
+            )
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def serves(record: StreamRecord, model: str) -> bool:
+    """Whether the stream is of ``model``, by its registered name or an alias."""
+    return record.registration.model_name == model or model in record.registration.aliases
+
+
+def _family(record: StreamRecord) -> tuple[Any, ...]:
+    """Streams whose keys for one prompt are the same."""
+    registered = record.registration
+    return (registered.model_name, registered.additional_salt, record.block_size)

@@ -1,0 +1,33 @@
+"""Settings of ``warmroute indexer``. The front door makes flags, environment and TOML keys of the fields."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from indexer.layout import DEFAULT_MAP_SIZE
+
+
+class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the map is, and where to answer."""
+
+    map: Annotated[str, Meta(description="Folder of the map; made if it is not there.")] = "warmroute-map"
+    listen: Annotated[str, Meta(description="Address to serve on, HOST:PORT; port 0 picks a free one.")] = (
+        "127.0.0.1:9400"
+    )
+    advertise: Annotated[
+        str | None,
+        Meta(
+            description="URL of this indexer, noted in the map for routers; made of --listen unless set."
+        ),
+    ] = None
+    map_size: Annotated[
+        int,
+        Meta(ge=1 << 20, description="Room reserved for the map, bytes; the file grows only as it fills."),
+    ] = DEFAULT_MAP_SIZE
+    ready_deadline_s: Annotated[
+        float,
+        Meta(ge=0, description="Longest time that /ready waits for streams to prove themselves, seconds."),
+    ] = 30.0

@@ -1,0 +1,304 @@
+"""Writes the map. One thread of one process owns it, and groups what it changes into transactions."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import lmdb
+import msgspec
+
+from indexer.blocks import StreamBlocks
+from indexer.changes import Changes
+from indexer.errors import MapBusyError, MapError, MapFullError
+from indexer.layout import (
+    DEFAULT_MAP_SIZE,
+    MAX_READERS,
+    MAX_SLOTS,
+    META_ADDRESS,
+    META_BOOT,
+    META_CLEAN,
+    META_GENERATION,
+    META_HEARTBEAT,
+    META_SCHEMA,
+    SCHEMA_VERSION,
+    Counters,
+    Name,
+    StreamKey,
+    StreamRecord,
+    Tables,
+    boot_clock,
+    boot_id,
+    check_schema,
+    decode_record,
+    encode_record,
+    slot_key,
+)
+from indexer.registration import Registration
+
+log = logging.getLogger(__name__)
+
+LOCK_FILE = "writer.lock"
+COLLECT_STEP = 2_000
+
+
+class Group:
+    """One write transaction: what a group of batches changes, and the records of their streams."""
+
+    def __init__(self, changes: Changes) -> None:
+        self.changes = changes
+        self._blocks: dict[int, StreamBlocks] = {}
+        self._touched: dict[int, StreamRecord] = {}
+
+    def blocks(self, record: StreamRecord) -> StreamBlocks:
+        """The stream's blocks, to be changed; its record is written with them."""
+        self.touch(record)
+        found = self._blocks.get(record.slot)
+        if found is None:
+            found = self._blocks[record.slot] = StreamBlocks(self.changes, record)
+        return found
+
+    def touch(self, record: StreamRecord) -> None:
+        """Notes that ``record`` has to be written."""
+        self._touched[record.slot] = record
+
+    @property
+    def touched(self) -> list[StreamRecord]:
+        return list(self._touched.values())
+
+
+class MapWriter:
+    """The open map. All methods are for the one writer thread, after construction.
+
+    ``streams`` are the current generations by (instance, rank); retired ones are collected step by step.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        map_size: int = DEFAULT_MAP_SIZE,
+        clock: Callable[[], float] = boot_clock,
+        boot: bytes | None = None,
+    ) -> None:
+        """Opens or makes the map in the folder ``path``; ``map_size`` in bytes.
+
+        Raises MapBusyError when another indexer has it, MapSchemaError for one of another version, MapError
+        when the folder cannot be used.
+        """
+        self.path = path
+        self._clock = clock
+        self._lock = _lock(path)
+        try:
+            self.env = _open(path, map_size)
+            self.tables = Tables(self.env, create=True)
+            check_schema(self.env, self.tables, path)
+            self._start(boot or boot_id())
+        except lmdb.Error as error:
+            self._lock.close()
+            raise MapError(f"cannot use the map in {path}: {error}") from error
+        except BaseException:
+            self._lock.close()
+            raise
+        self.streams: dict[StreamKey, StreamRecord] = {}
+        self._retired: dict[int, StreamRecord] = {}
+        self._load()
+
+    def _start(self, boot: bytes) -> None:
+        """Takes the map over; one that an unclean end of another boot left behind is emptied in place."""
+        with self.env.begin() as txn:
+            meta = {bytes(key): bytes(value) for key, value in txn.cursor(self.tables.meta)}
+        if meta and meta.get(META_CLEAN) != b"1" and meta.get(META_BOOT) != boot:
+            log.warning(
+                "the map in %s was not closed before this host's last boot: starting empty", self.path
+            )
+            with self.env.begin(write=True) as txn:
+                for table in (
+                    *self.tables.by_slot,
+                    self.tables.blocks,
+                    self.tables.streams,
+                    self.tables.meta,
+                ):
+                    txn.drop(table, delete=False)
+        with self.env.begin(write=True) as txn:
+            txn.put(META_SCHEMA, str(SCHEMA_VERSION).encode(), db=self.tables.meta)
+            txn.put(META_BOOT, boot, db=self.tables.meta)
+            txn.put(META_CLEAN, b"0", db=self.tables.meta)
+            txn.delete(META_ADDRESS, db=self.tables.meta)
+        self.env.sync(True)
+
+    def _load(self) -> None:
+        """Reads the records of the last commit."""
+        with self.env.begin() as txn:
+            records = [decode_record(bytes(value)) for _, value in txn.cursor(self.tables.streams)]
+        self.streams = {record.id: record for record in records if not record.retired}
+        self._retired = {record.slot: record for record in records if record.retired}
+
+    @contextmanager
+    def group(self) -> Iterator[Group]:
+        """One transaction: commits at the end, with a heartbeat.
+
+        On an error nothing of it is applied, and ``streams`` are again those of the last commit. Raises
+        MapFullError when the map has no room.
+        """
+        try:
+            with self.env.begin(write=True) as txn:
+                group = Group(Changes(txn, self.tables))
+                yield group
+                group.changes.flush()
+                for record in group.touched:
+                    txn.put(slot_key(record.slot), encode_record(record), db=self.tables.streams)
+                txn.put(META_HEARTBEAT, repr(self._clock()).encode(), db=self.tables.meta)
+        except lmdb.MapFullError as error:
+            self._load()
+            raise MapFullError(f"the map in {self.path} is full; give a larger --map-size") from error
+        except lmdb.Error as error:
+            self._load()
+            raise MapError(f"cannot write the map in {self.path}: {error}") from error
+        except BaseException:
+            self._load()
+            raise
+
+    def set_address(self, url: str) -> None:
+        """Notes where the indexer listens, for routers that know only the map."""
+        with self.env.begin(write=True) as txn:
+            txn.put(META_ADDRESS, url.encode(), db=self.tables.meta)
+
+    # streams
+
+    def open_stream(self, group: Group, registration: Registration) -> StreamRecord:
+        """A first generation for a stream that is new or was removed."""
+        record = StreamRecord(
+            slot=self._free_slot(),
+            generation=self._next_generation(group),
+            registration=registration,
+            block_size=registration.block_size,
+        )
+        self.streams[record.id] = record
+        group.touch(record)
+        return record
+
+    def renew(self, group: Group, record: StreamRecord) -> StreamRecord:
+        """The next generation of a stream, empty; its slot is retired in one write."""
+        self._retire(group, record)
+        renewed = self.open_stream(group, record.registration)
+        renewed.block_size = record.block_size
+        renewed.event_at = record.event_at
+        renewed.counters = msgspec.convert(msgspec.to_builtins(record.counters), Counters)
+        return renewed
+
+    def close_stream(self, group: Group, record: StreamRecord) -> None:
+        """Removes a stream: no answer names it from this commit on."""
+        self._retire(group, record)
+        del self.streams[record.id]
+
+    def _retire(self, group: Group, record: StreamRecord) -> None:
+        record.retired = True
+        self._retired[record.slot] = record
+        group.touch(record)
+
+    def _free_slot(self) -> int:
+        used = self._retired.keys() | {record.slot for record in self.streams.values()}
+        slot = next(slot for slot in range(len(used) + 1) if slot not in used)
+        if slot >= MAX_SLOTS:
+            raise MapFullError(f"all {MAX_SLOTS} slots of the map in {self.path} are in use")
+        return slot
+
+    def _next_generation(self, group: Group) -> int:
+        generation = int(group.changes.meta(META_GENERATION) or 0) + 1
+        group.changes.put_meta(META_GENERATION, str(generation).encode())
+        return generation
+
+    # collecting
+
+    @property
+    def has_garbage(self) -> bool:
+        """Whether entries of retired slots are left."""
+        return bool(self._retired)
+
+    def collect(self, step: int = COLLECT_STEP) -> None:
+        """Deletes up to ``step`` entries of retired slots in one short transaction."""
+        slot, record = next(iter(self._retired.items()))
+        with self.env.begin(write=True) as txn:
+            changes = Changes(txn, self.tables)
+            left = step
+            for table in self.tables.by_slot:
+                left -= self._sweep(txn, changes, table, slot, left)
+            changes.flush()
+            if left > 0:
+                txn.delete(slot_key(record.slot), db=self.tables.streams)
+        if left > 0:
+            del self._retired[slot]
+
+    def _sweep(
+        self, txn: lmdb.Transaction, changes: Changes, table: lmdb._Database, slot: int, limit: int
+    ) -> int:
+        prefix, mask, swept = slot_key(slot), ~(1 << slot), 0
+        with txn.cursor(table) as cursor:
+            found = cursor.set_range(prefix)
+            while found and swept < limit and bytes(cursor.key()).startswith(prefix):
+                if table is self.tables.names:
+                    held = changes.holders(Name.decode(bytes(cursor.value())).key)
+                    held.tiers = [bits & mask for bits in held.tiers]
+                found = cursor.delete()
+                swept += 1
+        return swept
+
+    # the end
+
+    def sync(self) -> None:
+        """Writes dirty pages to disk; the map survives the process without it, not the host."""
+        self.env.sync(True)
+
+    def close(self) -> None:
+        """Closes the map cleanly."""
+        self.env.sync(True)
+        with self.env.begin(write=True) as txn:
+            txn.put(META_CLEAN, b"1", db=self.tables.meta)
+        self.env.sync(True)
+        self.env.close()
+        self._lock.close()
+
+
+def _lock(path: Path) -> TextIO:
+    """Our own lock: LMDB lets several processes write in turn, this map has one writer."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / LOCK_FILE).open("a+")
+    except OSError as error:
+        raise MapError(
+            f"cannot use the map folder {path}: {error.strerror}; give a --map folder that can be written"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        raise MapBusyError(
+            f"the map in {path} is written by another indexer (process {owner}); "
+            "stop that one, or give another --map folder"
+        ) from error
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"{os.getpid()} on {os.uname().nodename}")
+    lock.flush()
+    return lock
+
+
+def _open(path: Path, map_size: int) -> lmdb.Environment:
+    """No ``writemap``: a full disk would be a SIGBUS. No sync: the map is a cache of what engines hold."""
+    return lmdb.open(
+        str(path),
+        map_size=map_size,
+        max_dbs=8,
+        max_readers=MAX_READERS,
+        sync=False,
+        metasync=False,
+        writemap=False,
+    )

@@ -1,0 +1,286 @@
+"""The front door: the ``warmroute`` command."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import tomllib
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from events.schema import EventError
+from indexer.errors import IndexerError
+from indexer.settings import IndexerSettings
+from router.errors import RouterError
+from router.settings import RouterSettings
+from simulator.errors import SimulatorError
+from simulator.settings import EngineSettings
+
+PACKAGES = ("events", "indexer", "router", "simulator")
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "indexer": IndexerSettings,
+    "router": RouterSettings,
+    "engine": EngineSettings,
+}
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+SOURCES = {"DEFAULT": "default", "DEFAULT_MAP": "config file", "ENVIRONMENT": "environment"}
+
+Config = msgspec.defstruct(
+    "Config",
+    [(name, section, msgspec.field(default_factory=section)) for name, section in SECTIONS.items()],
+    forbid_unknown_fields=True,
+)
+
+
+class StartError(click.ClickException):
+    """A command that cannot start: one line, exit code 2."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"error: {self.format_message()}", err=True, file=file)
+
+
+# settings: one struct a section, made into flags, environment variables and TOML keys
+
+
+def settings_options(section: type[msgspec.Struct]) -> Callable[[Any], Any]:
+    """A click option for each field of a settings struct."""
+    hints = get_type_hints(section, include_extras=True)
+
+    def decorate(command: Any) -> Any:
+        for field in reversed(msgspec.structs.fields(section)):
+            command = _option(field, hints[field.name])(command)
+        return command
+
+    return decorate
+
+
+def _option(field: msgspec.structs.FieldInfo, hint: Any) -> Callable[[Any], Any]:
+    kind, help_text = _kind_and_help(hint)
+    repeated = get_origin(kind) is tuple
+    flag = f"--{field.name.replace('_', '-')}"
+    return click.option(
+        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
+        type=str if repeated else kind,
+        default=field.default,
+        multiple=repeated,
+        help=help_text,
+        show_default=field.default not in (None, ()),
+        show_envvar=True,
+    )
+
+
+def _kind_and_help(hint: Any) -> tuple[Any, str]:
+    """The type of ``Annotated[T | None, Meta(description=...)]``, and its description."""
+    help_text = ""
+    if hasattr(hint, "__metadata__"):
+        help_text = next((meta.description for meta in hint.__metadata__ if meta.description), "")
+        hint = get_args(hint)[0]
+    if get_origin(hint) in (types.UnionType, Union):
+        hint = next(part for part in get_args(hint) if part is not type(None))
+    if hasattr(hint, "__metadata__"):
+        hint = get_args(hint)[0]
+    return hint, help_text
+
+
+def _settings(name: str, values: dict[str, Any]) -> Any:
+    try:
+        return msgspec.convert(values, SECTIONS[name])
+    except msgspec.ValidationError as error:
+        raise StartError(
+            f"{name} settings: {error}; `warmroute config` shows where each comes from"
+        ) from error
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A TOML file, checked whole: unknown keys and bad values are refused with their path."""
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+        msgspec.convert(tables, Config)
+    except OSError as error:
+        raise StartError(f"cannot read --config {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise StartError(f"--config {path} is no TOML: {error}") from error
+    except msgspec.ValidationError as error:
+        raise StartError(
+            f"--config {path}: {error} (`$` is the file, `$.router.listen` a key of it)"
+        ) from error
+    return tables
+
+
+def _run(service: str, name: str, values: dict[str, Any]) -> None:
+    """Runs a service until it is told to stop; what keeps it from starting is one line."""
+    module = importlib.import_module(service)
+    try:
+        asyncio.run(module.serve(_settings(name, values)))
+    except (EventError, IndexerError, RouterError, SimulatorError) as error:
+        raise StartError(str(error)) from error
+
+
+def _check_packages() -> None:
+    """General package names must be this program's own, not another distribution's."""
+    here = Path(__file__).resolve().parent
+    for name in PACKAGES:
+        found = Path(importlib.import_module(name).__file__ or "").resolve().parent.parent
+        if found != here:
+            raise StartError(
+                f"the package {name!r} comes from {found}, not from {here}: another distribution has the same "
+                "name; install warmroute alone (pipx, uv tool, or a virtual environment of its own)"
+            )
+
+
+def _quiet() -> None:
+    """For commands whose output is a result: only warnings are logged."""
+    root = logging.getLogger()
+    root.setLevel(max(root.level, logging.WARNING))
+
+
+# commands
+
+
+@click.group(context_settings={"auto_envvar_prefix": "WARMROUTE", "help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="warmroute")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="TOML file with a table per command, such as [router].",
+    show_envvar=True,
+)
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, show_envvar=True
+)
+@click.pass_context
+def main(context: click.Context, config: Path | None, log_level: str) -> None:
+    """Routes every LLM request to the replica whose KV cache is already warm.
+
+    Start with `warmroute demo`. Every setting is a flag, an environment variable (WARMROUTE_ROUTER_LISTEN) and
+    a key of the --config file ([router] listen = "...").
+    """
+    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
+    _check_packages()
+    if config is not None:
+        context.default_map = _read_config(config)
+
+
+@main.command()
+@settings_options(IndexerSettings)
+def indexer(**values: Any) -> None:
+    """Keeps the map of which replica holds which KV block."""
+    _run("indexer.service", "indexer", values)
+
+
+@main.command()
+@settings_options(RouterSettings)
+def router(**values: Any) -> None:
+    """Routes OpenAI requests to the replica with the warmest cache."""
+    _run("router.service", "router", values)
+
+
+@main.command()
+@settings_options(EngineSettings)
+def engine(**values: Any) -> None:
+    """Simulates a vLLM replica without a GPU: its cache, its events, its HTTP API."""
+    _run("simulator.engine", "engine", values)
+
+
+@main.command()
+@click.argument("recordings", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def verify(recordings: tuple[Path, ...], as_json: bool) -> None:
+    """Checks predictions against what engines reported in recordings.
+
+    Exits with 1 if any checked request was predicted wrongly.
+    """
+    from indexer.verify import verify as verify_recording  # noqa: PLC0415
+
+    _quiet()
+    try:
+        verdicts = [verify_recording(path) for path in recordings]
+    except OSError as error:
+        raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
+    except (EventError, IndexerError) as error:
+        raise StartError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps({"recordings": msgspec.to_builtins(verdicts)}))
+    else:
+        _print_verdicts(verdicts)
+    if not all(verdict.exact for verdict in verdicts):
+        raise SystemExit(1)
+
+
+def _print_verdicts(verdicts: list[Any]) -> None:
+    table = Table(title="Predicted against reported cached tokens, request by request")
+    for name in ("recording", "replica"):
+        table.add_column(name, no_wrap=True)
+    for name in ("checked", "hits", "exact", "over", "under", "restarted"):
+        table.add_column(name, justify="right")
+    console = Console()
+    for verdict in verdicts:
+        for replica, tally in verdict.replicas.items():
+            counts = (tally.checked, tally.hits, tally.exact, tally.over, tally.under, tally.restarted)
+            table.add_row(verdict.file, replica, *(str(count) for count in counts))
+    console.print(table)
+    for verdict in verdicts:
+        for miss in verdict.misses:
+            console.print(
+                f"{verdict.file} request {miss.request} on {miss.replica}: "
+                f"predicted {miss.predicted} tokens, reported {miss.reported}"
+            )
+        if verdict.unusable:
+            console.print(f"{verdict.file}: {verdict.unusable} requests say too little to be checked")
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
+def demo(as_json: bool) -> None:
+    """Shows prefix-aware routing beside round robin, on simulated engines on this machine."""
+    from simulator.demo import demo as run_demo  # noqa: PLC0415
+
+    _quiet()
+    try:
+        raise SystemExit(asyncio.run(run_demo(as_json)))
+    except (IndexerError, RouterError, SimulatorError) as error:
+        raise StartError(str(error)) from error
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.pass_context
+def config(context: click.Context, as_json: bool) -> None:
+    """Prints the settings in effect, and where each comes from."""
+    rows = []
+    for name, section in SECTIONS.items():
+        command = main.commands[name]
+        inner = command.make_context(name, [], parent=context.parent)
+        _settings(name, inner.params)
+        for field in msgspec.structs.fields(section):
+            source = inner.get_parameter_source(field.name)
+            origin = SOURCES.get(source.name, source.name.lower()) if source else "default"
+            rows.append(
+                {"setting": f"{name}.{field.name}", "value": inner.params[field.name], "source": origin}
+            )
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    table = Table("setting", "value", "from")
+    for row in rows:
+        value = row["value"]
+        shown = "\n".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+        table.add_row(row["setting"], shown, row["source"])
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
