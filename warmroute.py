@@ -171,7 +171,8 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     _check_packages()
     if config is not None:
-        context.default_map = _read_config(config)
+        tables = _read_config(config)
+        context.default_map = {**tables, "record": tables.get("router", {})}
 
 
 @main.command()
@@ -193,6 +194,30 @@ def router(**values: Any) -> None:
 def engine(**values: Any) -> None:
     """Simulates a vLLM replica without a GPU: its cache, its events, its HTTP API."""
     _run("simulator.engine", "engine", values)
+
+
+@main.command()
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="File to write; must be new.")
+@click.option(
+    "--one-at-a-time",
+    is_flag=True,
+    help="Hold each request until the one before is done and quiet, so that `verify` can check all of them.",
+)
+@settings_options(RouterSettings)
+def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
+    """Records what engines publish, and the requests sent through it, for `warmroute verify`.
+
+    A router that writes down: send requests to --listen, end with Ctrl-C. The file holds prompts, answers and
+    tokens as they are; only its owner may read it (mode 0600).
+    """
+    from router.recorder import record as run_record  # noqa: PLC0415
+
+    try:
+        done = asyncio.run(run_record(_settings("router", values), output, one_at_a_time=one_at_a_time))
+    except RouterError as error:
+        raise StartError(str(error)) from error
+    counts = f"{done.events} event batches, {done.requests} requests, {done.checkable} of them checkable"
+    click.echo(f"{output}: {counts}; check them with: warmroute verify {output}", err=True)
 
 
 @main.command()

@@ -5,7 +5,7 @@
 ======== ==================================================================================================
 ev       a SUB multipart: ``src`` replica, ``t`` unix seconds, ``f`` base64 of topic, sequence, payload
 send     a request about to be sent: ``id``, ``src``, ``path``, ``body``, ``tokens``, ``check``, ``headers``
-done     its result: ``id``, ``status``, ``prompt_tokens``, ``cached_tokens``, ``completion_tokens``
+done     its result: ``id``, ``status``, ``prompt_tokens``, ``cached_tokens``, ``completion_tokens``, ``text``
 replay   a replay request and its replies
 mark     what the driver of the recording did
 ======== ==================================================================================================
@@ -81,6 +81,9 @@ class Done(msgspec.Struct, tag_field="k", tag="done", kw_only=True, omit_default
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    text: str | None = None
+    finish: str | None = None
+    out_tokens: list[int] | None = None
 
 
 class Replay(msgspec.Struct, tag_field="k", tag="replay", kw_only=True):
@@ -104,6 +107,12 @@ class Mark(msgspec.Struct, tag_field="k", tag="mark", kw_only=True, omit_default
 
 
 Line = Published | Sent | Done | Replay | Mark
+
+
+def pack_published(src: str, t: float, frames: list[bytes]) -> Published:
+    """A multipart as it came, at ``t`` unix seconds."""
+    return Published(src=src, t=t, f=[base64.b64encode(frame).decode() for frame in frames])
+
 
 _decoder = msgspec.json.Decoder(Line)
 _encoder = msgspec.json.Encoder()
@@ -131,11 +140,6 @@ class RecordingWriter:
 
     def write(self, line: Line) -> None:
         self._file.write(_encoder.encode(line).decode() + "\n")
-
-    def publish(self, src: str, t: float, frames: list[bytes]) -> None:
-        """Writes a multipart as it came."""
-        packed = [base64.b64encode(frame).decode() for frame in frames]
-        self.write(Published(src=src, t=t, f=packed))
 
     def close(self) -> None:
         self._file.close()

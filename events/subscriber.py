@@ -30,6 +30,7 @@ READS_PER_TURN = 256
 WAKE_MS = 500
 
 StreamId = Hashable
+Tap = Callable[[StreamId, list[bytes]], None]
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -162,10 +163,14 @@ class _Replay:
 
 
 class Subscriber:
-    """Follows any number of streams; signals come out of :attr:`inbox`."""
+    """Follows any number of streams; signals come out of :attr:`inbox`.
 
-    def __init__(self, inbox: Inbox | None = None) -> None:
+    ``tap`` sees each live message of a stream untouched, on the subscriber's thread.
+    """
+
+    def __init__(self, inbox: Inbox | None = None, tap: Tap | None = None) -> None:
         self.inbox = inbox or Inbox()
+        self._tap = tap
         self.faults = Faults()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -367,6 +372,8 @@ class Subscriber:
         elif len(frames[1]) != 8:
             self.faults.count(stream, "sequence")
         else:
+            if self._tap is not None:
+                self._tap(stream, frames)
             self.inbox.put(stream, Frame(int.from_bytes(frames[1], "big"), frames[2]))
 
     def _ask_replay(self, stream: StreamId, ask: int, start: int) -> None:

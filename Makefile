@@ -1,0 +1,37 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: install demo test lint bench clean
+
+install: .venv/installed  ## Makes the environment in .venv
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "warmroute needs Python 3.11 or newer; say which with: make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+.venv/tested: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: .venv/installed  ## Round robin beside cache-aware routing, on simulated engines
+	$(BIN)/warmroute demo
+
+test: lint  ## Lint, types, import layers, tests
+	$(BIN)/python -m pytest
+
+lint: .venv/tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: .venv/tested  ## Benchmarks; see docs/benchmarks.md
+	$(BIN)/python -m pytest tests/bench --override-ini=norecursedirs= -s
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
