@@ -136,7 +136,7 @@ def _check_packages() -> None:
         found = Path(importlib.import_module(name).__file__ or "").resolve().parent.parent
         if found != here:
             raise StartError(
-                f"the package {name!r} comes from {found}, not from {here}: another distribution has the same "
+                f"the package {name!r} comes from {found}, not from {here}: another distribution has that "
                 "name; install warmroute alone (pipx, uv tool, or a virtual environment of its own)"
             )
 
@@ -165,8 +165,8 @@ def _quiet() -> None:
 def main(context: click.Context, config: Path | None, log_level: str) -> None:
     """Routes every LLM request to the replica whose KV cache is already warm.
 
-    Start with `warmroute demo`. Every setting is a flag, an environment variable (WARMROUTE_ROUTER_LISTEN) and
-    a key of the --config file ([router] listen = "...").
+    Start with `warmroute demo`. Every setting is a flag, an environment variable (WARMROUTE_ROUTER_LISTEN)
+    and a key of the --config file ([router] listen = "...").
     """
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     _check_packages()
@@ -249,7 +249,7 @@ def _print_verdicts(verdicts: list[Any]) -> None:
     table = Table(title="Predicted against reported cached tokens, request by request")
     for name in ("recording", "replica"):
         table.add_column(name, no_wrap=True)
-    for name in ("checked", "hits", "exact", "over", "under", "restarted"):
+    for name in ("checked", "hits", "exact", "over", "under", "restarts"):
         table.add_column(name, justify="right")
     console = Console()
     for verdict in verdicts:
@@ -269,13 +269,15 @@ def _print_verdicts(verdicts: list[Any]) -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
-def demo(as_json: bool) -> None:
+@click.option("--seed", default=0, show_default=True, help="Of the traffic; the same for every policy.")
+def demo(as_json: bool, seed: int) -> None:
     """Shows prefix-aware routing beside round robin, on simulated engines on this machine."""
     from simulator.demo import demo as run_demo  # noqa: PLC0415
+    from simulator.workload import Shape  # noqa: PLC0415
 
     _quiet()
     try:
-        raise SystemExit(asyncio.run(run_demo(as_json)))
+        raise SystemExit(asyncio.run(run_demo(as_json, Shape(seed=seed))))
     except (IndexerError, RouterError, SimulatorError) as error:
         raise StartError(str(error)) from error
 

@@ -157,8 +157,12 @@ class Publisher:
         self._queue: queue.SimpleQueue[tuple[bytes, bytes]] = queue.SimpleQueue()
         self._order = threading.Lock()
         self._closed = False
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._pub = context.socket(zmq.PUB)
+        # A context of its own, because only ending it tells that the addresses are free again; inproc
+        # addresses exist within the shared one alone.
+        shared = any(address.startswith("inproc://") for address in (endpoint, replay_endpoint or ""))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance() if shared else zmq.Context()
+        self._shared_context = shared
+        self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(hwm)
         self._pub.linger = 0
         self._router: zmq.Socket[bytes] | None = None
@@ -167,11 +171,12 @@ class Publisher:
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 # The default high-water mark: a slow reader loses replies, as with vLLM up to 0.32.
-                self._router = context.socket(zmq.ROUTER)
+                self._router = self._context.socket(zmq.ROUTER)
                 self._router.linger = 0
                 self.replay_endpoint = _open(self._router, replay_endpoint, bind=True)
         except PublisherError:
             self._close_sockets()
+            self._end_context()
             raise
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -202,6 +207,8 @@ class Publisher:
             self._wake_thread()
         self._thread.join(CLOSE_TIMEOUT_S)
         self._wake.close()
+        if not self._thread.is_alive():
+            self._end_context()
 
     def _wake_thread(self) -> None:
         # A full pipe is full of wake-ups that the thread has yet to see.
@@ -215,11 +222,11 @@ class Publisher:
             poller.register(self._router, zmq.POLLIN)
         while not self._closed:
             ready = dict(poller.poll())
-            if self._router in ready:
-                self._replay()
             if self._woken.fileno() in ready:
                 self._woken.recv(4096)
             self._send_queued()
+            if self._router in ready:  # After sending, so that a replay has all that was published before it.
+                self._replay()
         self._send_queued()
         self._close_sockets()
         self._woken.close()
@@ -247,6 +254,10 @@ class Publisher:
         end = (b"", b"") if self._topic_in_replay else (b"",)
         self._router.send_multipart((client, *end, END_SEQUENCE, b""))
 
+    def _end_context(self) -> None:
+        if not self._shared_context:
+            self._context.term()
+
     def _close_sockets(self) -> None:
         self._pub.close()
         if self._router is not None:
@@ -265,7 +276,7 @@ def _open(zmq_socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
         zmq_socket.bind(endpoint[:-1] + "*" if endpoint.endswith(":0") else endpoint)
     except zmq.ZMQError as error:
         action = "bind" if bind else "connect to"
-        reason = f"cannot {action} {endpoint}: {error.strerror}; choose another endpoint"
-        raise PublisherError(reason) from error
+        cause = zmq.strerror(error.errno or 0)
+        raise PublisherError(f"cannot {action} {endpoint}: {cause}; choose another endpoint") from error
     resolved: str = zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return resolved or endpoint

@@ -6,7 +6,7 @@
 ev       a SUB multipart: ``src`` replica, ``t`` unix seconds, ``f`` base64 of topic, sequence, payload
 send     a request about to be sent: ``id``, ``src``, ``path``, ``body``, ``tokens``, ``check``, ``headers``
 done     its result: ``id``, ``status``, ``prompt_tokens``, ``cached_tokens``, ``completion_tokens``, ``text``
-replay   a replay request and its replies
+replay   a replay request and its replies: ``src``, ``start_seq``, ``replies``
 mark     what the driver of the recording did
 ======== ==================================================================================================
 """
@@ -23,9 +23,15 @@ import msgspec
 
 from events.schema import EventError
 
+END_OF_REPLAY = b"\xff" * 8
+
 
 class RecordingError(EventError):
     """A line that is no part of a recording; the message names file and line."""
+
+
+def _pack(frames: list[bytes]) -> list[str]:
+    return [base64.b64encode(frame).decode() for frame in frames]
 
 
 def _unpack(frame: str) -> bytes:
@@ -86,8 +92,20 @@ class Done(msgspec.Struct, tag_field="k", tag="done", kw_only=True, omit_default
     out_tokens: list[int] | None = None
 
 
-class Replay(msgspec.Struct, tag_field="k", tag="replay", kw_only=True):
-    """A replay request; not needed to index a recording."""
+class Replay(msgspec.Struct, tag_field="k", tag="replay", kw_only=True, omit_defaults=True):
+    """A replay request and its replies, base64 of every frame; the end marker is among them."""
+
+    src: str
+    t: float
+    start_seq: int
+    replies: list[list[str]]
+    first_ms: float | None = None
+    ms: float | None = None
+
+    def batches(self) -> list[tuple[int, bytes]]:
+        """Sequence and payload of each replayed batch. Parsed from the end: before 0.26 there is no topic."""
+        frames = [(_unpack(reply[-2]), _unpack(reply[-1])) for reply in self.replies if len(reply) >= 3]
+        return [(int.from_bytes(at, "big"), payload) for at, payload in frames if at != END_OF_REPLAY]
 
 
 class Model(msgspec.Struct):
@@ -111,7 +129,14 @@ Line = Published | Sent | Done | Replay | Mark
 
 def pack_published(src: str, t: float, frames: list[bytes]) -> Published:
     """A multipart as it came, at ``t`` unix seconds."""
-    return Published(src=src, t=t, f=[base64.b64encode(frame).decode() for frame in frames])
+    return Published(src=src, t=t, f=_pack(frames))
+
+
+def pack_history(src: str, t: float, batches: list[tuple[int, bytes]]) -> Replay:
+    """All that an engine still had when the recording began, as a replay from 0."""
+    replies = [[b"", b"", sequence.to_bytes(8, "big"), payload] for sequence, payload in batches]
+    replies.append([b"", b"", END_OF_REPLAY, b""])
+    return Replay(src=src, t=t, start_seq=0, replies=[_pack(reply) for reply in replies])
 
 
 _decoder = msgspec.json.Decoder(Line)

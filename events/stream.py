@@ -81,7 +81,10 @@ Action = Apply | AskReplay | Reset
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Bounds of a stream: times in seconds, held live frames in number and bytes."""
+    """Bounds of a stream: times in seconds, held live frames in number and bytes.
+
+    ``replay_holes``: how often a replay that has holes, or breaks off, is asked again.
+    """
 
     replay_silence: float = 5.0
     cool_down: float = 5.0
@@ -143,11 +146,13 @@ class Stream:
         self._retry_at: float | None = None
         self._failures = 0
         self._holes = 0
+        self._broken_off = 0
         self._verify_by: float | None = None
         self._live: tuple[int, bytes] | None = None
         self._held: deque[Frame] = deque()
         self._held_bytes = 0
         self._missed = False
+        self._hole: int | None = None
 
     @property
     def held(self) -> int:
@@ -182,8 +187,13 @@ class Stream:
             return self._restart("it could not be proven that the engine went on", now)
         return []
 
-    def cleared(self) -> None:
-        """The engine dropped its whole cache in a batch just applied: nothing before it is missed."""
+    def cleared(self, sequence: int | None = None) -> None:
+        """The engine dropped its whole cache in batch ``sequence`` (None: the one applied last).
+
+        Nothing before it is missed any more; what was lost after it still is.
+        """
+        if sequence is not None and self._hole is not None and sequence <= self._hole:
+            return
         self.lost = False
         if self.state == "partial":
             self._settle()
@@ -203,8 +213,10 @@ class Stream:
         self._retry_at = None
         self._failures = 0
         self._holes = 0
+        self._broken_off = 0
         self._verify_by = None
         if self.last is None:
+            self.lost = False
             if self.has_replay:
                 return [self._request(0, now)]
             self._forfeit("no replay endpoint: what was stored before is not known")
@@ -229,6 +241,8 @@ class Stream:
     # live frames
 
     def _on_frame(self, frame: Frame, now: float) -> list[Action]:
+        if self.state == "offline":
+            return []  # what the old connection still held; the next one proves and replays it
         if self._live is not None and frame.sequence <= self._live[0]:
             if (frame.sequence, digest_of(frame.payload)) == self._live:
                 self.duplicates += 1
@@ -245,9 +259,9 @@ class Stream:
         return self._advance(frame, now)
 
     def _prove_by_frame(self, frame: Frame, now: float) -> list[Action]:
-        """Without a replay endpoint, only the very next sequence is taken as proof."""
+        """Without a replay endpoint, only the very next sequence, come first, is taken as proof."""
         assert self.last is not None
-        if frame.sequence == self.last + 1:
+        if frame.sequence == self.last + 1 and not self._missed:
             self._verify_by = None
             self._settle()
             return self._advance(frame, now)
@@ -261,10 +275,10 @@ class Stream:
             return []
         if frame.sequence > expected:
             return self._on_gap(frame, expected, now)
+        taken = self._take(frame)
         if frame.sequence == 0:
-            self.lost = False
             self._settle()
-        return [self._take(frame)]
+        return [taken]
 
     def _on_gap(self, frame: Frame, expected: int, now: float) -> list[Action]:
         self.gaps += 1
@@ -275,6 +289,8 @@ class Stream:
         return [self._take(frame)]
 
     def _take(self, frame: Frame | Replayed) -> Apply:
+        if frame.sequence == 0:
+            self.lost, self._hole = False, None
         self.last = frame.sequence
         self.digest = digest_of(frame.payload)
         return Apply(frame.sequence, frame.payload)
@@ -283,8 +299,13 @@ class Stream:
         if self._ask is not None or self.state in ("offline", "unverified", "connecting"):
             self._missed = True
             return []
-        if self.has_replay:
+        return self._catch_up(now)
+
+    def _catch_up(self, now: float) -> list[Action]:
+        """Frames after ``last`` were dropped, it is not known how many."""
+        if self.has_replay and self._retry_at is None:
             return [self._request(0 if self.last is None else self.last + 1, now)]
+        self._forfeit("frames were dropped, and there is no replay to have them again")
         return []
 
     def _hold(self, frame: Frame) -> None:
@@ -318,7 +339,6 @@ class Stream:
         if ask is None or frame.ask != ask.number:
             return []
         ask.deadline = now + self._limits.replay_silence
-        self._failures = 0
         if ask.verifies:
             return self._verify(ask, frame, now)
         if ask.rebuilds:
@@ -348,7 +368,6 @@ class Stream:
         ask.rebuilds = False
         ask.answered = True
         self.last = None
-        self.lost = False
         self.state = "replaying"
         return [Reset("rebuilt from a full replay"), self._take(frame)]
 
@@ -361,7 +380,7 @@ class Stream:
             self._holes += 1
             return [self._request(expected, now)]
         if frame.sequence > expected:
-            self.lost = True
+            self._lose()
             self.reason = f"the replay holds nothing of sequences {expected} to {frame.sequence - 1}"
         ask.answered = True
         return [self._take(frame)]
@@ -374,19 +393,21 @@ class Stream:
             return self._restart(f"the engine knows no sequence {self.last}", now)
         self._ask = None
         self._failures = 0
-        self._holes = 0
         self._settle()
-        return self._drain(now)
+        actions = self._drain(now)
+        if self._ask is None:
+            self._holes = 0
+        return actions
 
     def _drain(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        missed, self._missed = self._missed, False
         while self._held and self._ask is None:
             frame = self._held.popleft()
             self._held_bytes -= len(frame.payload)
             actions += self._advance_held(frame, now)
-        if missed and self._ask is None:
-            actions.append(self._request(0 if self.last is None else self.last + 1, now))
+        if self._missed and self._ask is None:
+            self._missed = False
+            actions += self._catch_up(now)
         return actions
 
     def _advance_held(self, frame: Frame, now: float) -> list[Action]:
@@ -414,8 +435,9 @@ class Stream:
         assert self._ask is not None
         ask, self._ask = self._ask, None
         self._failures += 1
+        self._broken_off += ask.answered
         self.replays_failed += 1
-        wait = min(self._limits.cool_down * 2 ** (self._failures - 1), self._limits.cool_down_max)
+        wait = min(self._limits.cool_down * 2 ** min(self._failures - 1, 16), self._limits.cool_down_max)
         self._retry_at = now + wait
         if ask.verifies:
             self.reason = f"the replay endpoint is silent; next try in {wait:.0f} s"
@@ -430,14 +452,17 @@ class Stream:
             return [self._request(self.last, now, verifies=True)]
         if self.last is None:
             return [self._request(0, now)]
-        return [self._request(0, now, rebuilds=True)] if self.lost else []
+        if not self.lost or self._broken_off >= self._limits.replay_holes:
+            return []
+        return [self._request(0, now, rebuilds=True)]
 
     # endings
 
     def _restart(self, reason: str, now: float, frame: Frame | None = None) -> list[Action]:
         self.restarts += 1
-        held = [] if frame is not None else list(self._held)
-        self._drop_held()
+        if frame is not None:
+            self._drop_held()
+            self._hold(frame)
         self._ask = None
         self._retry_at = None
         self._verify_by = None
@@ -446,8 +471,6 @@ class Stream:
         self.lost = False
         self.reason = reason
         actions: list[Action] = [Reset(reason)]
-        for live in [frame] if frame is not None else held:
-            self._hold(live)
         first = self._held[0].sequence if self._held else None
         if first == 0:
             return actions + self._drain(now)
@@ -456,8 +479,13 @@ class Stream:
         self._forfeit(f"restarted ({reason}), and no replay endpoint tells what came first")
         return actions + self._drain(now)
 
-    def _forfeit(self, reason: str) -> None:
+    def _lose(self) -> None:
+        """Batches after ``last`` are gone for good."""
         self.lost = True
+        self._hole = self.last
+
+    def _forfeit(self, reason: str) -> None:
+        self._lose()
         self.state = "partial"
         self.reason = reason
 

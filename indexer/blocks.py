@@ -88,7 +88,7 @@ class StreamBlocks:
         ):
             key, canonical = prefix + engine_hash, extra_bytes(extra, event.lora_name)
             if before is None:
-                self._wait(key, Waiting(parent, local, canonical, [0, 0, 0]), tier)
+                before = self._wait(key, Waiting(parent, local, canonical, [0, 0, 0]), tier)
             else:
                 before = self._store(key, next_key(before, local, canonical), parent, tier)
             parent = engine_hash
@@ -116,6 +116,10 @@ class StreamBlocks:
             self._record.counters.duplicates += 1
         self._hold(key, name, tier, 1)
         if self._record.waiting:
+            waiting = self._changes.waiting(key)
+            if waiting is not None:  # for another parent: the engine contradicts itself
+                self._record.counters.contradictions += 1
+                self._settle(key, waiting, name)
             self._resolve(key, name.key)
         return name.key
 
@@ -179,16 +183,16 @@ class StreamBlocks:
 
     # blocks before their parents
 
-    def _wait(self, key: bytes, waiting: Waiting, tier: int) -> None:
+    def _wait(self, key: bytes, waiting: Waiting, tier: int) -> bytes | None:
+        """Keeps a block until its parent is known; gives its block key if it is known all the same."""
         changes, record = self._changes, self._record
         name = changes.name(key)
         if name is not None:
-            self._hold(key, name, tier, 1)
-            return
+            return self._store(key, name.key, name.parent, tier)
         known = changes.waiting(key)
         if known is None and record.waiting >= MAX_WAITING:
             record.counters.skip("waiting_full")
-            return
+            return None
         if known is None:
             record.waiting += 1
             changes.link(key[:3] + waiting.parent, key)
@@ -196,6 +200,7 @@ class StreamBlocks:
             waiting = known
         waiting.copies[tier] = min(MAX_COPIES, waiting.copies[tier] + 1)
         changes.wait(key, waiting)
+        return None
 
     def _release_waiting(self, key: bytes, tier: int) -> bool:
         if not self._record.waiting:
@@ -224,9 +229,13 @@ class StreamBlocks:
                 waiting = self._changes.waiting(child)
                 if waiting is None:
                     continue
-                self._end_waiting(child, waiting)
                 name = Name(next_key(before, waiting.local, waiting.extra), waiting.parent)
-                for tier, copies in enumerate(waiting.copies):
-                    if copies:
-                        self._hold(child, name, tier, copies)
+                self._settle(child, waiting, name)
                 known.append((child, name.key))
+
+    def _settle(self, key: bytes, waiting: Waiting, name: Name) -> None:
+        """A block waits no more: its copies are of ``name``."""
+        self._end_waiting(key, waiting)
+        for tier, copies in enumerate(waiting.copies):
+            if copies:
+                self._hold(key, name, tier, copies)

@@ -15,6 +15,9 @@ from events.schema import token_array
 from indexer.errors import MapError
 from indexer.keys import block_keys, prompt_keys, root_key
 from indexer.layout import (
+    CPU,
+    DISK,
+    GPU,
     META_ADDRESS,
     META_HEARTBEAT,
     TIERS,
@@ -226,16 +229,24 @@ class MapReader:
         members: list[StreamRecord],
         keys_of: Callable[[StreamRecord, int], list[bytes]],
     ) -> list[dict[int, int]]:
-        """Leading blocks by slot, for GPU, GPU and CPU, all tiers."""
+        """Leading blocks by slot, for GPU, GPU and CPU, all tiers.
+
+        Holes are counted over all tiers together: a chain without one may still have gaps on the GPU alone.
+        """
         block_size = members[0].block_size
         if block_size is None:
             return [{}, {}, {}]
         keys = keys_of(members[0], block_size)
         slots = sum(1 << record.slot for record in members)
         holey = sum(1 << record.slot for record in members if record.orphans)
-        levels = 3 if any(record.lower_tiers for record in members) else 1
-        held = [match(self._lookup(txn, level), keys, slots, holey) for level in range(levels)]
-        return held + [held[-1]] * (3 - levels)
+        spread = sum(1 << record.slot for record in members if record.lower_tiers)
+        everywhere = match(self._lookup(txn, DISK), keys, slots, holey)
+        if not spread:
+            return [everywhere] * 3
+        return [
+            *(match(self._lookup(txn, tier), keys, slots, holey | spread) for tier in (GPU, CPU)),
+            everywhere,
+        ]
 
     def _lookup(self, txn: lmdb.Transaction, level: int) -> Lookup:
         """Bitmaps of the slots that hold a key in the tiers up to ``level``."""

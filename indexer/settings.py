@@ -19,9 +19,7 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     )
     advertise: Annotated[
         str | None,
-        Meta(
-            description="URL of this indexer, noted in the map for routers; made of --listen unless set."
-        ),
+        Meta(description="URL of this indexer, noted in the map for routers; made of --listen unless set."),
     ] = None
     map_size: Annotated[
         int,

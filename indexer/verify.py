@@ -13,8 +13,18 @@ from pathlib import Path
 
 import msgspec
 
-from events.recording import Done, Line, Mark, Model, Published, RecordingError, Sent, read_recording
-from events.stream import Connected, Frame
+from events.recording import (
+    Done,
+    Line,
+    Mark,
+    Model,
+    Published,
+    RecordingError,
+    Replay,
+    Sent,
+    read_recording,
+)
+from events.stream import Connected, Frame, Replayed, ReplayEnded
 from events.subscriber import Inbox, Source, StreamId
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
@@ -63,6 +73,7 @@ class _Tape:
 
     def __init__(self) -> None:
         self.inbox = Inbox()
+        self.asks: dict[StreamId, int] = {}
 
     def add(self, stream: StreamId, source: Source) -> None:
         pass
@@ -71,7 +82,7 @@ class _Tape:
         pass
 
     def ask_replay(self, stream: StreamId, ask: int, start: int) -> None:
-        pass
+        self.asks[stream] = ask
 
 
 class _Prediction(msgspec.Struct, frozen=True):
@@ -87,7 +98,8 @@ class _Verification:
         self.verdict = Verdict(file)
         self._writer = MapWriter(folder, map_size=MAP_SIZE)
         self._reader = MapReader(self._writer.env, self._writer.tables)
-        self._ingest = Ingest(self._writer, _Tape())
+        self._tape = _Tape()
+        self._ingest = Ingest(self._writer, self._tape)
         self._adapters: set[str] = set()
         self._predicted: dict[int, _Prediction] = {}
 
@@ -100,6 +112,8 @@ class _Verification:
                 self._follow(line.src)
                 self._ingest.step([((line.src, 0), Frame(line.sequence, line.payload))])
                 self.verdict.replicas[line.src].restarted = self._restarts(line.src)
+            case Replay(start_seq=0) if line.src not in self.verdict.replicas:
+                self._begin_with_history(line)
             case Sent() if line.check:
                 self._predict(line)
             case Done() if line.id in self._predicted:
@@ -108,13 +122,26 @@ class _Verification:
                 models = msgspec.convert(line.body, list[Model])
                 self._adapters = {model.id for model in models if model.parent}
 
-    def _follow(self, replica: str) -> None:
+    def _follow(self, replica: str, replay: str | None = None) -> None:
         if replica in self.verdict.replicas:
             return
         self.verdict.replicas[replica] = Tally()
         where = f"recording:{self.verdict.file}"
-        self._ingest.follow(Registration(instance_id=replica, endpoint=where, model_name=BASE_MODEL))
+        self._ingest.follow(
+            Registration(instance_id=replica, endpoint=where, model_name=BASE_MODEL, replay_endpoint=replay)
+        )
         self._ingest.step([((replica, 0), Connected())])
+
+    def _begin_with_history(self, line: Replay) -> None:
+        """A replay from 0 in front of all else of a replica is what it had when the recording began."""
+        stream = (line.src, 0)
+        self._follow(line.src, replay=f"recording:{self.verdict.file}")
+        ask = self._tape.asks[stream]
+        replayed = [(stream, Replayed(ask, sequence, payload)) for sequence, payload in line.batches()]
+        self._ingest.step([*replayed, (stream, ReplayEnded(ask))])
+        machine = self._ingest.machine(stream)
+        if machine is not None:
+            machine.has_replay = False
 
     def _restarts(self, replica: str) -> int:
         machine = self._ingest.machine((replica, 0))
