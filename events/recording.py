@@ -45,6 +45,11 @@ class Published(msgspec.Struct, tag_field="k", tag="ev", kw_only=True):
     t: float
     f: Annotated[list[str], msgspec.Meta(min_length=3, max_length=3)]
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, which the decoder turns into an error of the line."""
+        for frame in self.f:
+            _unpack(frame)
+
     @property
     def sequence(self) -> int:
         return int.from_bytes(_unpack(self.f[1]), "big")
@@ -151,7 +156,7 @@ def read_recording(path: Path) -> Iterator[Line]:
                 continue
             try:
                 yield _decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise RecordingError(f"{path}, line {number}: {error}") from error
 
 

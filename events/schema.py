@@ -218,7 +218,7 @@ class Decoder:
             try:
                 wire = shape(payload)
                 events = [_event(event) for event in wire.events]
-            except (msgspec.DecodeError, ValueError):
+            except (msgspec.DecodeError, ValueError, RecursionError):
                 continue
             if shape is not self._typed[0]:
                 self._typed.reverse()
@@ -250,7 +250,7 @@ def _decode_tolerantly(payload: bytes) -> Batch:
             events.append(_event(_convert(item)))
         except _UnknownEventError as error:
             rejected.append(Rejected("unknown_event", str(error)))
-        except (msgspec.ValidationError, ValueError) as error:
+        except (msgspec.ValidationError, ValueError, RecursionError) as error:
             rejected.append(Rejected("bad_event", str(error)))
     return Batch(batch.ts, events, batch.data_parallel_rank, rejected)
 

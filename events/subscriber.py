@@ -7,6 +7,7 @@ dropped, and said to the stream as :class:`~events.stream.Overflowed`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,7 +28,19 @@ END_OF_REPLAY = b"\xff" * 8
 MAX_MESSAGE_BYTES = 32 << 20
 LIVE_HIGH_WATER = 100_000
 READS_PER_TURN = 256
+MAX_SOCKETS = 65_535
 WAKE_MS = 500
+RESUME_MS = 20
+
+_LINK_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
 
 StreamId = Hashable
 Tap = Callable[[StreamId, list[bytes]], None]
@@ -145,12 +158,39 @@ class _Live:
         self.address = source.address
         self.streams: dict[StreamId, str | None] = {}
         self.peers = 0
+        self._links: set[int] = set()
+        self._refused = False
 
     def of_topic(self, topic: str) -> StreamId | None:
+        """The stream of this very topic, else one that takes all topics."""
+        takes_all = None
         for stream, wanted in self.streams.items():
-            if wanted is None or not self.binds or wanted == topic:
+            if self.binds and wanted == topic:
                 return stream
-        return None
+            if wanted is None or not self.binds:
+                takes_all = stream
+        return takes_all
+
+    def on_event(self, event: int, link: int) -> list[Signal]:
+        """What a monitor event means for the streams; ``link`` is the connection's file descriptor.
+
+        A link that never shook hands (a port scan, a health check) is no engine that leaves. Of several
+        engines on one bound address nobody says which one left: all prove themselves.
+        """
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.peers += 1
+            return [Connected()]
+        if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
+            self._links.add(link)
+        elif event != zmq.EVENT_DISCONNECTED:
+            self._refused = True
+        else:
+            self._links.discard(link)
+            refused, self._refused = self._refused, False
+            before, self.peers = self.peers, min(self.peers, len(self._links))
+            if before and not (refused and self.peers == before):
+                return [Disconnected(), Connected()] if self.peers else [Disconnected()]
+        return []
 
 
 class _Replay:
@@ -173,10 +213,10 @@ class Subscriber:
         self._tap = tap
         self.faults = Faults()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._poller = zmq.Poller()
         self._live: dict[zmq.Socket[bytes], _Live] = {}
-        self._monitors: dict[zmq.Socket[bytes], _Live] = {}
         self._replays: dict[StreamId, _Replay] = {}
         self._paused: set[StreamId] = set()
         self._sources: dict[StreamId, Source] = {}
@@ -218,7 +258,8 @@ class Subscriber:
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        with self._wake_lock:
+        # A full pipe is full of wake-ups that the thread has yet to see.
+        with self._wake_lock, contextlib.suppress(zmq.Again):
             self._wake_out.send(b"", zmq.DONTWAIT)
 
     # on the thread
@@ -242,24 +283,23 @@ class Subscriber:
             except Exception:
                 log.exception("the subscriber failed in one turn and goes on")
                 time.sleep(0.1)
-        for socket in [*self._live, *self._monitors, self._wake_in]:
-            socket.close(0)
+        for live in self._live.values():
+            live.monitor.close(0)
+            live.socket.close(0)
+        self._wake_in.close(0)
         for replay in self._replays.values():
             replay.socket.close(0)
 
     def _turn(self) -> None:
-        """Commands first, then connection changes, then frames: a change precedes what came after it."""
-        ready = dict(self._poller.poll(WAKE_MS))
+        """Commands first, then what the sockets have."""
+        ready = dict(self._poller.poll(RESUME_MS if self._paused else WAKE_MS))
         if self._wake_in in ready:
             self._drain_wakes()
         while not self._commands.empty():
             self._commands.get()()
-        for socket, live in list(self._monitors.items()):
-            if socket in ready:
-                self._read_monitor(socket, live)
-        for socket, live in list(self._live.items()):
-            if socket in ready:
-                self._read_live(socket, live)
+        for live in list(self._live.values()):
+            if live.socket in ready or live.monitor in ready:
+                self._read_live(live)
         for replay in list(self._replays.values()):
             if replay.socket in ready:
                 self._read_replay(replay)
@@ -288,24 +328,24 @@ class Subscriber:
         """Streams whose engines connect to one of our addresses share its socket."""
         if not source.binds:
             return None
-        return next((live for live in self._live.values() if live.address == source.address), None)
+        bound = (live for live in self._live.values() if live.binds)
+        return next((live for live in bound if live.address == source.address), None)
 
     def _open_live(self, source: Source) -> _Live:
         socket = self._socket(zmq.SUB, LIVE_HIGH_WATER)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        endpoint = f"inproc://monitor-{next(self._names)}"
-        socket.monitor(endpoint, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         monitor = self._context.socket(zmq.PAIR)
-        monitor.connect(endpoint)
-        live = _Live(socket, monitor, source)
+        endpoint = f"inproc://monitor-{next(self._names)}"
         try:
+            socket.monitor(endpoint, _LINK_EVENTS)
+            monitor.connect(endpoint)
             (socket.bind if source.binds else socket.connect)(source.address)
         except zmq.ZMQError:
             monitor.close(0)
             socket.close(0)
             raise
+        live = _Live(socket, monitor, source)
         self._live[socket] = live
-        self._monitors[monitor] = live
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return live
@@ -341,24 +381,48 @@ class Subscriber:
         live.monitor.close(0)
         socket.close(0)
         del self._live[socket]
-        del self._monitors[live.monitor]
 
-    def _read_monitor(self, socket: zmq.Socket[bytes], live: _Live) -> None:
-        """Of several engines on one bound address nobody says which one left: all prove themselves."""
-        while socket.poll(0):
-            connected = recv_monitor_message(socket)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            live.peers = max(0, live.peers + (1 if connected else -1))
-            for stream in live.streams:
-                self.inbox.put(stream, Connected() if connected else Disconnected())
-                if not connected and live.peers:
-                    self.inbox.put(stream, Connected())
+    def _read_live(self, live: _Live) -> None:
+        """Hands on frames and connection changes so that no frame meets a connection it did not come by.
 
-    def _read_live(self, socket: zmq.Socket[bytes], live: _Live) -> None:
-        for _ in range(READS_PER_TURN):
-            try:
-                frames = socket.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                return
+        The monitor is read after the frames, so it has told of every connection that a frame came by. At a
+        loss all that the connection left is read, and goes before the loss; when another connection is there
+        already nobody can tell their frames apart, and the proof that it asks for makes up for them.
+        """
+        frames = self._receive(live.socket, READS_PER_TURN)
+        changes, joined = self._changes(live)
+        left = Disconnected() in changes
+        if left:
+            frames += self._receive(live.socket, LIVE_HIGH_WATER)
+            more, joined_since = self._changes(live)
+            changes, joined = changes + more, joined or joined_since
+        if left and not joined:
+            self._dispatch_all(live, frames)
+        for stream in live.streams:
+            for change in changes:
+                self.inbox.put(stream, change)
+        if not left:
+            self._dispatch_all(live, frames)
+
+    def _receive(self, socket: zmq.Socket[bytes], limit: int) -> list[list[bytes]]:
+        messages: list[list[bytes]] = []
+        with contextlib.suppress(zmq.Again):
+            while len(messages) < limit:
+                messages.append(socket.recv_multipart(zmq.DONTWAIT))
+        return messages
+
+    def _changes(self, live: _Live) -> tuple[list[Signal], bool]:
+        """What the monitor told since it was last read, and whether an engine joined."""
+        changes: list[Signal] = []
+        joined = False
+        while live.monitor.poll(0):
+            message = recv_monitor_message(live.monitor)
+            changes += live.on_event(message["event"], message["value"])
+            joined = joined or message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return changes, joined
+
+    def _dispatch_all(self, live: _Live, messages: list[list[bytes]]) -> None:
+        for frames in messages:
             self._dispatch(live, frames)
 
     def _dispatch(self, live: _Live, frames: list[bytes]) -> None:

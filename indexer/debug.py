@@ -118,6 +118,8 @@ class DebugApi:
             engine_hash = _engine_hash(query["hash"])
             instance = query["instance"]
             rank, group = int(query.get("rank", 0)), int(query.get("group", 0))
+            if not 0 <= group <= 255:
+                raise ValueError(f"group {group}")
         except KeyError as error:
             raise RegistrationError(
                 "say which block: ?key=HEX as /debug/explain shows it, or ?instance=NAME&hash=ENGINE_HASH"

@@ -137,16 +137,20 @@ class Ingest:
     # on the thread
 
     def _run(self) -> None:
+        failed = False
         while self._running:
             try:
+                if failed:
+                    self._resume_from_commit()
+                    failed = False
                 signals = self._feed.inbox.take(GROUP_SIGNALS, 0 if self._busy else IDLE_S)
                 self.step(signals)
                 self._carry_out_commands()
             except Exception as error:
+                failed = True
                 self.failures += 1
                 self._report(error)
                 time.sleep(RECOVERY_PAUSE_S)
-                self._resume_from_commit()
 
     def _report(self, error: Exception) -> None:
         if isinstance(error, MapError):
@@ -164,7 +168,9 @@ class Ingest:
         On an error (MapError: the map is full, or cannot be written) nothing of the group is applied.
         """
         now = self._clock()
-        due = [(stream, actions) for stream in self._followed if (actions := self._tick(stream, now))]
+        due = [
+            (stream, actions) for stream in self._followed if (actions := self._tick(stream, now)) is not None
+        ]
         if signals or due or now >= self._beat_at:
             self._commit(signals, due, now)
         if self._writer.has_garbage:
@@ -173,8 +179,12 @@ class Ingest:
             self._writer.sync()
             self._sync_at = now + SYNC_S
 
-    def _tick(self, stream: StreamId, now: float) -> list[Action]:
-        return self._followed[stream].machine.tick(now)
+    def _tick(self, stream: StreamId, now: float) -> list[Action] | None:
+        """What follows from time alone; None when nothing does. A state may change without an action."""
+        machine = self._followed[stream].machine
+        before = (machine.state, machine.reason, machine.lost)
+        actions = machine.tick(now)
+        return actions if actions or before != (machine.state, machine.reason, machine.lost) else None
 
     def _commit(
         self, signals: list[tuple[StreamId, Signal]], due: list[tuple[StreamId, list[Action]]], now: float
@@ -259,7 +269,8 @@ class Ingest:
     def _reset(self, group: Group, stream: StreamId, action: Reset) -> None:
         record = self._record(stream)
         log.info("%s: forgetting %d blocks: %s", _title(stream), record.blocks, action.reason)
-        self._writer.renew(group, record)
+        renewed = self._writer.renew(group, record)
+        renewed.block_size = record.registration.block_size  # another process may have another
 
     def _note_state(self, group: Group, stream: StreamId) -> None:
         record, machine = self._record(stream), self._followed[stream].machine
@@ -286,10 +297,7 @@ class Ingest:
         for stream in list(self._followed):
             self._feed.remove(stream)
         self._followed.clear()
-        try:
-            self._follow_all()
-        except MapError as error:
-            self._warn.warning("map", "cannot go on: %s", error)
+        self._follow_all()
 
     def _carry_out_commands(self) -> None:
         while True:
@@ -297,8 +305,13 @@ class Ingest:
                 command, future = self._commands.get_nowait()
             except Empty:
                 return
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 command()
+            except MapError as error:  # it may be half done: all start over from the commit
+                future.set_exception(error)
+                raise
             except IndexerError as error:
                 future.set_exception(error)
             except Exception as error:
@@ -342,7 +355,7 @@ class Ingest:
             raise UnknownInstanceError(f"no instance {instance_id!r} of model {model_name!r} is registered")
         for record in gone:
             self._feed.remove(record.id)
-            del self._followed[record.id]
+            self._followed.pop(record.id, None)
         with self._writer.group() as group:
             for record in gone:
                 self._writer.close_stream(group, record)
@@ -363,5 +376,9 @@ def _source(registration: Registration) -> Source:
 
 
 def _same_stream(one: Registration, other: Registration) -> bool:
-    """Whether they differ at most in the names the model goes by."""
-    return msgspec.structs.replace(one, aliases=()) == msgspec.structs.replace(other, aliases=())
+    """Whether they differ at most in the names the model goes by, or in how the id is spelt."""
+
+    def plain(registration: Registration) -> Registration:
+        return msgspec.structs.replace(registration, instance_id=registration.instance, aliases=())
+
+    return plain(one) == plain(other)

@@ -31,7 +31,7 @@ from indexer.errors import MapError, MapMissingError, MapSchemaError
 from indexer.registration import Registration
 
 SCHEMA_VERSION = 1
-MAX_SLOTS = 1 << 14
+MAX_SLOTS = 255 * 8  # as many as a bitmap whose width is one byte can name
 MAX_READERS = 1024
 DEFAULT_MAP_SIZE = 16 << 30
 DATA_FILE = "data.mdb"
@@ -228,10 +228,14 @@ class Tables:
         return (self.names, self.waiting, self.children)
 
 
-def check_schema(env: lmdb.Environment, tables: Tables, path: Path) -> None:
-    """Raises MapSchemaError when the map is of another schema than this program's."""
+def check_schema(env: lmdb.Environment, path: Path) -> None:
+    """Raises MapSchemaError when the map is of another schema than this program's; before its tables are used."""
+    try:
+        meta = env.open_db(b"meta", create=False)
+    except (lmdb.ReadonlyError, lmdb.NotFoundError):
+        return
     with env.begin() as txn:
-        found = txn.get(META_SCHEMA, db=tables.meta)
+        found = txn.get(META_SCHEMA, db=meta)
     if found is not None and int(found) != SCHEMA_VERSION:
         raise MapSchemaError(
             f"the map in {path} has schema {int(found)}, this warmroute writes schema {SCHEMA_VERSION}; "
@@ -261,8 +265,8 @@ def open_to_read(path: Path) -> tuple[lmdb.Environment, Tables]:
     except lmdb.Error as error:
         raise MapError(f"cannot open the map in {path} to read: {error}") from error
     try:
+        check_schema(env, path)
         tables = Tables(env, create=False)
-        check_schema(env, tables, path)
     except (lmdb.ReadonlyError, lmdb.NotFoundError) as error:
         env.close()
         raise MapMissingError(f"the map in {path} has no tables yet: {error}") from error

@@ -110,9 +110,13 @@ class MapReader:
         env, tables = open_to_read(path)
         try:
             env.reader_check()
+            unlocked = env.readers().startswith("(no reader locks)")
         except lmdb.Error as error:
             env.close()
             raise MapError(f"cannot take part in the locks of the map in {path}: {error}") from error
+        if unlocked:  # LMDB goes on without them on a read-only mount, and snapshots rot under the reader
+            env.close()
+            raise MapError(f"the map in {path} cannot be locked; mount the folder so that it can be written")
         return cls(env, tables, trust=trust, owns=True)
 
     def close(self) -> None:

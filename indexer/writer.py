@@ -6,7 +6,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -93,18 +93,13 @@ class MapWriter:
         """
         self.path = path
         self._clock = clock
-        self._lock = _lock(path)
-        try:
-            self.env = _open(path, map_size)
+        with ExitStack() as undo, _as_map_error("use", path):
+            self._lock = undo.enter_context(_lock(path))
+            self.env = undo.enter_context(_open(path, map_size))
+            check_schema(self.env, path)
             self.tables = Tables(self.env, create=True)
-            check_schema(self.env, self.tables, path)
             self._start(boot or boot_id())
-        except lmdb.Error as error:
-            self._lock.close()
-            raise MapError(f"cannot use the map in {path}: {error}") from error
-        except BaseException:
-            self._lock.close()
-            raise
+            undo.pop_all()
         self.streams: dict[StreamKey, StreamRecord] = {}
         self._retired: dict[int, StreamRecord] = {}
         self._load()
@@ -147,26 +142,20 @@ class MapWriter:
         MapFullError when the map has no room.
         """
         try:
-            with self.env.begin(write=True) as txn:
+            with _as_map_error("write", self.path), self.env.begin(write=True) as txn:
                 group = Group(Changes(txn, self.tables))
                 yield group
                 group.changes.flush()
                 for record in group.touched:
                     txn.put(slot_key(record.slot), encode_record(record), db=self.tables.streams)
                 txn.put(META_HEARTBEAT, repr(self._clock()).encode(), db=self.tables.meta)
-        except lmdb.MapFullError as error:
-            self._load()
-            raise MapFullError(f"the map in {self.path} is full; give a larger --map-size") from error
-        except lmdb.Error as error:
-            self._load()
-            raise MapError(f"cannot write the map in {self.path}: {error}") from error
         except BaseException:
             self._load()
             raise
 
     def set_address(self, url: str) -> None:
-        """Notes where the indexer listens, for routers that know only the map."""
-        with self.env.begin(write=True) as txn:
+        """Notes where the indexer listens, for routers that know only the map. Raises MapError."""
+        with _as_map_error("write", self.path), self.env.begin(write=True) as txn:
             txn.put(META_ADDRESS, url.encode(), db=self.tables.meta)
 
     # streams
@@ -222,9 +211,9 @@ class MapWriter:
         return bool(self._retired)
 
     def collect(self, step: int = COLLECT_STEP) -> None:
-        """Deletes up to ``step`` entries of retired slots in one short transaction."""
+        """Deletes up to ``step`` entries of retired slots in one short transaction. Raises MapError."""
         slot, record = next(iter(self._retired.items()))
-        with self.env.begin(write=True) as txn:
+        with _as_map_error("write", self.path), self.env.begin(write=True) as txn:
             changes = Changes(txn, self.tables)
             left = step
             for table in self.tables.by_slot:
@@ -252,17 +241,35 @@ class MapWriter:
     # the end
 
     def sync(self) -> None:
-        """Writes dirty pages to disk; the map survives the process without it, not the host."""
+        """Writes dirty pages to disk; the map survives the process without it, not the host.
+
+        Readers that died in the middle of a query are forgotten: they would keep old pages from being reused.
+        """
         self.env.sync(True)
+        self.env.reader_check()
 
     def close(self) -> None:
-        """Closes the map cleanly."""
-        self.env.sync(True)
-        with self.env.begin(write=True) as txn:
-            txn.put(META_CLEAN, b"1", db=self.tables.meta)
-        self.env.sync(True)
-        self.env.close()
-        self._lock.close()
+        """Closes the map, cleanly if it has room to say so."""
+        try:
+            self.env.sync(True)
+            with self.env.begin(write=True) as txn:
+                txn.put(META_CLEAN, b"1", db=self.tables.meta)
+            self.env.sync(True)
+        except lmdb.Error as error:
+            log.warning("the map in %s could not be closed cleanly: %s", self.path, error)
+        finally:
+            self.env.close()
+            self._lock.close()
+
+
+@contextmanager
+def _as_map_error(action: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except lmdb.MapFullError as error:
+        raise MapFullError(f"the map in {path} is full; give a larger --map-size") from error
+    except lmdb.Error as error:
+        raise MapError(f"cannot {action} the map in {path}: {error}") from error
 
 
 def _lock(path: Path) -> TextIO:

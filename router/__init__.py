@@ -1,0 +1,1 @@
+"""Where a request goes: an OpenAI-compatible relay that picks the replica whose KV cache is already warm."""

@@ -1,0 +1,103 @@
+"""What the router says of itself: health, readiness, metrics, replicas, decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from router.decision_log import DecisionLog
+from router.fleet import Fleet
+from router.load import Load
+from router.metrics import RouterMetrics
+from router.registrar import Registrar
+from router.replicas import Health, Replica
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Admin:
+    """The handlers. ``draining`` tells whether we are going down."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        load: Load,
+        metrics: RouterMetrics,
+        decisions: DecisionLog,
+        registrar: Registrar | None,
+        draining: Callable[[], bool],
+    ) -> None:
+        self._fleet = fleet
+        self._load = load
+        self._metrics = metrics
+        self._decisions = decisions
+        self._registrar = registrar
+        self._draining = draining
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/ready", self.ready)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/debug/replicas", self.replicas)
+        app.router.add_get("/debug/decisions", self.decisions)
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 as long as the process serves."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """200 when some replica can take requests and we are not going down; the index is not needed to
+        serve.
+        """
+        up = [replica.name for replica in self._fleet.replicas.values() if replica.health is Health.UP]
+        ready = bool(up) and not self._draining()
+        why = None if ready else "shutting down" if self._draining() else "no replica is healthy"
+        return _json({"ready": ready, "reason": why, "replicas_up": up}, status=200 if ready else 503)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def replicas(self, request: web.Request) -> web.Response:
+        """Every replica with its state, models, streams, load and last error."""
+        registered = self._registrar.registered() if self._registrar else set()
+        shown = [self._replica(replica, registered) for replica in self._fleet.replicas.values()]
+        registrar_error = self._registrar.last_error if self._registrar else None
+        return _json({"replicas": shown, "registrar_error": registrar_error})
+
+    def _replica(self, replica: Replica, registered: set[tuple[str, int]]) -> dict[str, Any]:
+        sources = {source.rank: source for source in replica.sources}
+        models = replica.models
+        return {
+            "name": replica.name,
+            "url": replica.url,
+            "health": replica.health,
+            "last_error": replica.last_error,
+            "model": models.model if models else None,
+            "aliases": models.aliases if models else (),
+            "adapters": sorted(models.adapters) if models else (),
+            "max_model_len": models.max_model_len if models else None,
+            "streams": [
+                {
+                    "rank": rank,
+                    "events": sources[rank].endpoint if rank in sources else None,
+                    "replay": sources[rank].replay_endpoint if rank in sources else None,
+                    "registered": (name, rank) in registered,
+                    "load": self._load.of((name, rank)),
+                }
+                for name, rank in replica.streams()
+            ],
+        }
+
+    async def decisions(self, request: web.Request) -> web.Response:
+        """The last decisions, newest first; ``?limit=N`` and ``?request_id=ID`` narrow them."""
+        limit = request.query.get("limit", "")
+        most = int(limit) if limit.isdecimal() else None
+        return _json({"decisions": self._decisions.shown(most, request.query.get("request_id"))})
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=_encode(value), status=status, content_type="application/json")

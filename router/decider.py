@@ -1,0 +1,190 @@
+"""Chooses a stream for a request and books it there, in one step."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from indexer.reader import Matched
+from router.decision import Ask, Candidate, Decision
+from router.errors import RefusedError
+from router.fleet import Fleet
+from router.load import Load, Reservation
+from router.plan import Plan
+from router.policies import Policy
+from router.replicas import StreamId
+
+BYTES_PER_TOKEN = 4
+"""The guess at a prompt's tokens where they are not known: what its body weighs as load."""
+CPU_CREDIT, DISK_CREDIT = 0.5, 0.25
+"""What a cached token is worth that must be fetched first, against one on the GPU."""
+RETRY_AFTER_S = 2
+
+
+def usable_tokens(matched: Matched, prompt_tokens: int, held: int) -> int:
+    """``held`` tokens capped to what an engine can use: it always computes the last token of a prompt
+    itself.
+    """
+    if matched.block_size <= 0:
+        return 0
+    return min(held, (prompt_tokens - 1) // matched.block_size * matched.block_size)
+
+
+def candidate_of(
+    stream: StreamId, load: Load, matched: Matched | None, prompt_tokens: int | None
+) -> Candidate:
+    """A stream with its load and, where both are known, its match."""
+    now = load.of(stream)
+    cached = None
+    credited = 0.0
+    if matched is not None and prompt_tokens:
+        gpu, cpu, disk = (
+            usable_tokens(matched, prompt_tokens, n) for n in (matched.gpu, matched.cpu, matched.disk)
+        )
+        cached = max(gpu, cpu, disk)
+        credited = matched.weight * (gpu + CPU_CREDIT * max(0, cpu - gpu) + DISK_CREDIT * max(0, disk - cpu))
+    return Candidate(
+        replica=stream[0],
+        rank=stream[1],
+        matched_tokens=cached,
+        credited_tokens=int(credited),
+        block_size=matched.block_size if matched else 0,
+        state=matched.state if matched else None,
+        weight=matched.weight if matched else None,
+        requests=now.requests,
+        prefill_tokens=now.prefill_tokens,
+        decoding=now.decoding,
+    )
+
+
+class Decider:
+    """Holds what a choice needs besides the request: the fleet, the load, the policy, chance and turns."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        load: Load,
+        policy: Policy,
+        by_load: Policy,
+        *,
+        max_inflight: int | None = None,
+        rng: random.Random | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._fleet = fleet
+        self._load = load
+        self.policy = policy
+        self._by_load = by_load
+        self._max_inflight = max_inflight
+        self._rng = rng or random.Random()
+        self._wall_clock = wall_clock
+        self._turns: Counter[str | None] = Counter()
+
+    def decide(
+        self, plan: Plan, failed: Collection[str] = (), attempt: int = 1
+    ) -> tuple[Decision, Reservation]:
+        """The choice, booked. ``failed`` are replicas that this request has tried in vain.
+
+        Raises RefusedError: 404 for a model that nobody serves, 503 where no replica can take the request.
+        """
+        prompt_tokens = None if plan.ids is None else len(plan.ids)
+        candidates = [
+            candidate_of(stream, self._load, (plan.matches or {}).get(stream), prompt_tokens)
+            for stream in self._streams(plan, failed)
+        ]
+        policy = self.policy if plan.is_prompt else self._by_load
+        ranked = policy.rank(Ask(prompt_tokens, self._turn(plan, attempt)), candidates, self._rng)
+        best = ranked[0]
+        chosen = best.candidate
+        prefill_tokens = self._prefill_tokens(plan, chosen)
+        decision = Decision(
+            request_id=plan.request_id,
+            at=self._wall_clock(),
+            model=plan.model,
+            policy=policy.name,
+            chosen=chosen.stream,
+            reason=_reason(plan, best.reason, failed),
+            prompt_tokens=prompt_tokens,
+            matched_tokens=_matched_tokens(chosen, plan),
+            best_available_tokens=None if plan.ids is None else max(map(_trusted, candidates)),
+            prefill_tokens=prefill_tokens,
+            ranked=ranked,
+            fallback=plan.fallback.code if plan.fallback else None,
+            attempt=attempt,
+        )
+        return decision, self._load.reserve(chosen.stream, prefill_tokens)
+
+    def _streams(self, plan: Plan, failed: Collection[str]) -> list[StreamId]:
+        fleet = self._fleet
+        replicas = fleet.serving(plan.model)
+        if not plan.is_prompt and not replicas:
+            replicas = fleet.usable()
+        elif not fleet.knows(plan.model) and fleet.replicas:
+            raise _unknown_model(plan.model)
+        streams = [s for replica in replicas if replica.name not in failed for s in replica.streams()]
+        if not streams:
+            raise _no_replica(fleet, failed)
+        if self._max_inflight is not None:
+            streams = [s for s in streams if self._load.of(s).requests < self._max_inflight]
+        if not streams:
+            raise RefusedError(
+                503,
+                "ServiceUnavailableError",
+                f"every replica has {self._max_inflight} requests in flight; try again soon",
+                retry_after=RETRY_AFTER_S,
+                reason="saturated",
+            )
+        return streams
+
+    def _turn(self, plan: Plan, attempt: int) -> int:
+        # Models that nobody serves share one count: the book must not grow with what clients make up.
+        model = plan.model if self._fleet.knows(plan.model) else None
+        if attempt == 1:
+            self._turns[model] += 1
+        return self._turns[model] - 1
+
+    @staticmethod
+    def _prefill_tokens(plan: Plan, chosen: Candidate) -> int:
+        if plan.ids is not None:
+            return len(plan.ids) - chosen.credited_tokens
+        return plan.body_bytes // BYTES_PER_TOKEN if plan.is_prompt else 0
+
+
+def _matched_tokens(chosen: Candidate, plan: Plan) -> int | None:
+    """What is said of the chosen stream: nothing without tokens, 0 where the index knows nothing."""
+    if plan.ids is None:
+        return None
+    return _trusted(chosen)
+
+
+def _trusted(candidate: Candidate) -> int:
+    return (candidate.matched_tokens or 0) if candidate.weight else 0
+
+
+def _reason(plan: Plan, reason: str, failed: Collection[str]) -> str:
+    parts = [f"fallback: {plan.fallback.text}; {reason}" if plan.fallback else reason, *plan.notes]
+    if failed:
+        parts.append(f"after {', '.join(sorted(failed))} failed")
+    return "; ".join(parts)
+
+
+def _unknown_model(model: str | None) -> RefusedError:
+    # vLLM 0.32: entrypoints/serve/engine/serving.py, _check_model
+    return RefusedError(
+        404, "NotFoundError", f"The model `{model}` does not exist.", param="model", reason="unknown model"
+    )
+
+
+def _no_replica(fleet: Fleet, failed: Collection[str]) -> RefusedError:
+    if not fleet.replicas:
+        message, reason = "no replica is configured; give the router --replica NAME=URL", "no replica"
+    elif failed:
+        message, reason = (
+            f"no replica could be reached (tried {', '.join(sorted(failed))})",
+            "no replica reached",
+        )
+    else:
+        message, reason = "no replica is healthy; /debug/replicas says why", "no healthy replica"
+    return RefusedError(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER_S, reason=reason)

@@ -1,0 +1,111 @@
+"""A routing decision: what was known of each candidate, what each would cost, which was taken and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from router.replicas import StreamId
+
+HEADER_PREFIX = "x-warmroute-"
+MAX_REASON_CHARS = 300
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream that could take the request.
+
+    ``matched_tokens`` is what it holds of the prompt and an engine can use; None where the index did not
+    say. ``credited_tokens`` is that weighed by tier and by trust in the stream's ``state``. The last three
+    are its load.
+    """
+
+    replica: str
+    rank: int
+    matched_tokens: int | None = None
+    credited_tokens: int = 0
+    block_size: int = 0
+    state: str | None = None
+    weight: float | None = None
+    requests: int = 0
+    prefill_tokens: int = 0
+    decoding: int = 0
+
+    @property
+    def stream(self) -> StreamId:
+        return self.replica, self.rank
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What a policy is told of the request: its prompt's tokens, if known, and its number among those of its
+    model.
+    """
+
+    prompt_tokens: int | None
+    turn: int = 0
+
+
+class Ranked(msgspec.Struct, frozen=True):
+    """A candidate with its cost (lower is better), the terms that add up to it, and the reason in words."""
+
+    candidate: Candidate
+    cost: float
+    terms: Mapping[str, float]
+    reason: str
+
+
+class RandomSource(Protocol):
+    """What policies need of ``random.Random``."""
+
+    def random(self) -> float: ...
+
+
+class RankFunction(Protocol):
+    """A policy: candidates in, ranked candidates out, best first.
+
+    Pure but for the tie-break's random source.
+    """
+
+    def __call__(self, ask: Ask, candidates: Sequence[Candidate], rng: RandomSource) -> list[Ranked]: ...
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What was decided for one attempt of a request. Holds nothing of the prompt but its length.
+
+    ``best_available_tokens`` is the longest match among the candidates; ``fallback`` the code of what failed
+    in front of the decision, if something did.
+    """
+
+    request_id: str
+    at: float
+    model: str | None
+    policy: str
+    chosen: StreamId
+    reason: str
+    prompt_tokens: int | None
+    matched_tokens: int | None
+    best_available_tokens: int | None
+    prefill_tokens: int
+    ranked: list[Ranked]
+    fallback: str | None = None
+    attempt: int = 1
+
+    @property
+    def mode(self) -> Literal["policy", "fallback"]:
+        return "fallback" if self.fallback else "policy"
+
+    def headers(self) -> dict[str, str]:
+        """The response headers that say it. Without tokens there are no counts."""
+        said = {"replica": self.chosen[0], "policy": self.policy, "reason": self.reason}
+        if self.prompt_tokens is not None:
+            said["prompt-tokens"] = str(self.prompt_tokens)
+            if self.matched_tokens is not None:
+                said["matched-tokens"] = str(self.matched_tokens)
+        return {HEADER_PREFIX + name: header_value(value) for name, value in said.items()}
+
+
+def header_value(text: str) -> str:
+    """``text`` as a header may carry it: one line of printable ASCII."""
+    line = " ".join(text.split())[:MAX_REASON_CHARS]
+    return "".join(char if " " <= char <= "~" else "?" for char in line)

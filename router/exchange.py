@@ -1,0 +1,160 @@
+"""One request with one replica, from the booking to what was learned: everything that must happen exactly
+once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from router.answer import NOTHING, Answer
+from router.decision import Decision
+from router.decision_log import Entry, Outcome
+from router.load import Reservation
+from router.metrics import RouterMetrics
+from router.plan import Plan
+from router.relay import RelayedAnswer
+from router.tap import SECRET_HEADERS, Done, Recorder, Sent
+from router.upstream import UpstreamAnswer
+
+log = logging.getLogger(__name__)
+
+CANCELLED = "cancelled"
+
+
+class Exchange:
+    """Books kept for one attempt. ``finish`` closes them all, however the attempt ended, and only once."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        entry: Entry,
+        reservation: Reservation,
+        metrics: RouterMetrics,
+        recorder: Recorder | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self.decision: Decision = entry.decision
+        self._entry = entry
+        self._reservation = reservation
+        self._metrics = metrics
+        self._recorder = recorder
+        self._clock = clock
+        self._begun = clock()
+        self._ttft_s: float | None = None
+        self._upstream: UpstreamAnswer | None = None
+        self._relayed: RelayedAnswer | None = None
+        self._recorded = False
+        self._finished = False
+        self.actual_cached_tokens: int | None = None
+        self.status = CANCELLED
+
+    def sending(self, request: web.Request, body: bytes, headers: CIMultiDict[str]) -> None:
+        """The request goes out now."""
+        self._begun = self._clock()
+        if self._recorder is None:
+            return
+        replica, rank = self.decision.chosen
+        shown = {name: value for name, value in headers.items() if name.lower() not in SECRET_HEADERS}
+        sent = Sent(
+            request_id=self.decision.request_id,
+            replica=replica,
+            rank=rank,
+            path=request.path,
+            body=body,
+            tokens=self.plan.ids,
+            headers=shown,
+        )
+        self._recorded = True
+        self._tell(lambda recorder: recorder.on_send(sent))
+
+    def answered(self, upstream: UpstreamAnswer) -> RelayedAnswer:
+        """The head of the answer is here."""
+        self._upstream = upstream
+        self._relayed = RelayedAnswer(
+            upstream, whole=self._recorder is not None, on_first_byte=self._first_byte
+        )
+        return self._relayed
+
+    def _first_byte(self) -> None:
+        self._reservation.first_byte()
+        self._ttft_s = self._clock() - self._begun
+        assert self._relayed is not None
+        assert self._upstream is not None
+        if self._relayed.is_stream and self._upstream.status == 200:
+            labels = (self.decision.policy, self.decision.chosen[0])
+            self._metrics.ttft_seconds.labels(*labels).observe(self._ttft_s)
+
+    def finish(self, status: str) -> None:
+        """Releases the load and the connection, and learns.
+
+        ``status`` is of HTTP, or says how it ended instead.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        self.status = status
+        self._reservation.release()
+        if self._upstream is not None:
+            self._upstream.close()
+        said = self._relayed.tap.answer() if self._relayed is not None else NOTHING
+        self._compare(said)
+        self._entry.outcome = Outcome(
+            status=status,
+            ttft_s=self._ttft_s,
+            duration_s=self._clock() - self._begun,
+            actual_cached_tokens=self.actual_cached_tokens,
+        )
+        if self._recorded:
+            self._record_done(said)
+
+    def _compare(self, said: Answer) -> None:
+        """Predicted against actual cached tokens, where the engine says them of the same prompt."""
+        decision = self.decision
+        if not self.plan.comparable or decision.prompt_tokens is None or said.prompt_tokens is None:
+            return
+        metrics, replica = self._metrics, decision.chosen[0]
+        if said.prompt_tokens != decision.prompt_tokens:
+            metrics.token_count_mismatch.labels(replica).inc()
+            return
+        if said.cached_tokens is None:
+            return
+        predicted = decision.matched_tokens or 0
+        self.actual_cached_tokens = said.cached_tokens
+        metrics.prompt_tokens.labels(replica).inc(said.prompt_tokens)
+        metrics.matched_tokens.labels(replica).inc(predicted)
+        metrics.best_available_tokens.labels(replica).inc(decision.best_available_tokens or 0)
+        metrics.cached_tokens.labels(replica).inc(max(0, said.cached_tokens))
+        differs = (
+            "exact"
+            if predicted == said.cached_tokens
+            else "over"
+            if predicted > said.cached_tokens
+            else "under"
+        )
+        metrics.compared.labels(replica, differs).inc()
+
+    def _record_done(self, said: Answer) -> None:
+        replica, rank = self.decision.chosen
+        done = Done(
+            request_id=self.decision.request_id,
+            replica=replica,
+            rank=rank,
+            status=self._upstream.status if self._upstream is not None else None,
+            complete=self._relayed is not None and self._relayed.complete,
+            answer=said,
+        )
+        self._tell(lambda recorder: recorder.on_done(done))
+
+    def _tell(self, say: Callable[[Recorder], None]) -> None:
+        assert self._recorder is not None
+        try:
+            say(self._recorder)
+        except Exception as error:
+            # A recorder is a guest: its faults must not cost a request. What it says could quote the request.
+            log.warning("the recorder failed: %s", type(error).__name__)

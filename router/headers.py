@@ -1,0 +1,60 @@
+"""Which headers pass through a proxy (RFC 9110, section 7.6.1), both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+REQUEST_ID = "X-Request-Id"
+RANK = "X-data-parallel-rank"
+_OURS = "x-warmroute-"
+_SINGLE = ("authorization",)
+
+
+def _hop_by_hop(headers: CIMultiDictProxy[str]) -> frozenset[str]:
+    named = (name.strip().lower() for value in headers.getall("connection", []) for name in value.split(","))
+    return HOP_BY_HOP | frozenset(named)
+
+
+def to_replica(headers: CIMultiDictProxy[str], request_id: str, rank: int | None) -> CIMultiDict[str]:
+    """The headers for the replica: without those of the hop, Host and length (the client sets them), with
+    our request id, and with ``rank`` where we chose one. Of a repeated Authorization the first counts; other
+    repeats are kept.
+    """
+    left_out = _hop_by_hop(headers) | {"host", "content-length", "expect", REQUEST_ID.lower()}
+    passed = _without(headers, left_out)
+    for name in _SINGLE:
+        if len(values := passed.getall(name, [])) > 1:
+            passed[name] = values[0]
+    passed[REQUEST_ID] = request_id
+    if rank is not None:
+        passed[RANK] = str(rank)
+    return passed
+
+
+def to_client(headers: CIMultiDictProxy[str], ours: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers for the client: without those of the hop, with ``ours`` in place of equal names."""
+    passed = _without(headers, _hop_by_hop(headers))
+    for name in [name for name in passed if name.lower().startswith(_OURS)]:
+        passed.popall(name, None)
+    passed.update(ours)
+    return passed
+
+
+def _without(headers: CIMultiDictProxy[str], names: Iterable[str]) -> CIMultiDict[str]:
+    left_out = frozenset(names)
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)

@@ -1,0 +1,103 @@
+"""Prometheus metrics of the router, in a registry of its own.
+
+Labels hold names and codes, never parts of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from router.fleet import Fleet
+from router.load import Load
+from router.replicas import Health
+
+PREFIX = "warmroute_router_"
+_TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_FAST_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
+
+
+class RouterMetrics:
+    """All counters and histograms. Gauges are read from the load and the fleet when somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests by how they ended", "policy", "replica", "status")
+        self.decisions = self._counter(
+            "decisions", "Choices by whether the policy had what it needs", "policy", "mode"
+        )
+        self.fallbacks = self._counter(
+            "fallback", "Requests that something in front of the relay failed for", "reason"
+        )
+        self.retries = self._counter(
+            "retries", "Attempts that failed before a byte was answered", "replica", "reason"
+        )
+        self.broken = self._counter("broken_answers", "Answers that broke off in the middle", "replica")
+        self.unknown_streams = self._counter(
+            "unknown_streams", "Streams in answers of the index that are none of ours"
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of compared requests", "replica")
+        self.matched_tokens = self._counter(
+            "matched_tokens", "Cached tokens predicted for compared requests", "replica"
+        )
+        self.best_available_tokens = self._counter(
+            "best_available_tokens", "Longest match on any replica, of compared requests", "replica"
+        )
+        self.cached_tokens = self._counter("cached_tokens", "Cached tokens that engines reported", "replica")
+        self.compared = self._counter(
+            "compared", "Requests whose prediction was compared", "replica", "outcome"
+        )
+        self.token_count_mismatch = self._counter(
+            "token_count_mismatch", "Answers whose prompt_tokens differ from ours", "replica"
+        )
+        self.ttft_seconds = Histogram(
+            PREFIX + "ttft_seconds",
+            "From sending a streamed request to the first byte of its body",
+            ("policy", "replica"),
+            buckets=_TTFT_BUCKETS,
+            registry=self.registry,
+        )
+        self.lookup_seconds = self._fast("lookup_seconds", "Asking the index")
+        self.tokenize_seconds = self._fast("tokenize_seconds", "Getting a prompt's tokens")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def _fast(self, name: str, text: str) -> Histogram:
+        return Histogram(PREFIX + name, text, buckets=_FAST_BUCKETS, registry=self.registry)
+
+    def watch(self, fleet: Fleet, load: Load) -> None:
+        """Shows the fleet's and the load's state from now on."""
+        self.registry.register(_Now(fleet, load))
+
+    def render(self) -> bytes:
+        """The exposition in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Now(Collector):
+    def __init__(self, fleet: Fleet, load: Load) -> None:
+        self._fleet = fleet
+        self._load = load
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        up = GaugeMetricFamily(PREFIX + "replica_up", "1 for a replica that is healthy", labels=("replica",))
+        requests = self._gauge("inflight_requests", "Requests in flight")
+        prefill = self._gauge("inflight_prefill_tokens", "Uncached prompt tokens sent and not yet answered")
+        decoding = self._gauge("inflight_decoding", "Requests being answered")
+        for replica in self._fleet.replicas.values():
+            up.add_metric((replica.name,), float(replica.health is Health.UP))
+            for name, rank in replica.streams():
+                load = self._load.of((name, rank))
+                labels = (name, str(rank))
+                requests.add_metric(labels, load.requests)
+                prefill.add_metric(labels, load.prefill_tokens)
+                decoding.add_metric(labels, load.decoding)
+        yield from (up, requests, prefill, decoding)
+
+    @staticmethod
+    def _gauge(name: str, text: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(PREFIX + name, text, labels=("replica", "rank"))

@@ -1,0 +1,176 @@
+"""All that happens in front of a choice: read the request, get its tokens, ask the index.
+
+Nothing here fails a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from indexer.reader import Matched
+from router import fallback
+from router.errors import LookupFailedError
+from router.fallback import Fallback
+from router.fleet import Fleet
+from router.logs import Throttled
+from router.lookup import Lookup
+from router.metrics import RouterMetrics
+from router.policies import Policy
+from router.prompt import RequestBody, UnreadableBodyError, read_body
+from router.replicas import Replica, StreamId
+from router.tokens import Tokenizer, Tokens, tokens_in_request
+
+log = logging.getLogger(__name__)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request when it comes to the choice; the same for each attempt of it.
+
+    ``matches`` is None where the index was not or could not be asked. ``fallback`` says what failed,
+    ``notes`` what else is worth saying. ``comparable``: the engine's cached tokens can be compared with the
+    match. ``is_prompt`` is False for paths that are relayed by load.
+    """
+
+    request_id: str
+    model: str | None = None
+    body_bytes: int = 0
+    ids: array[int] | None = None
+    matches: Mapping[StreamId, Matched] | None = None
+    fallback: Fallback | None = None
+    notes: tuple[str, ...] = ()
+    comparable: bool = False
+    is_prompt: bool = True
+
+
+class _Matches(msgspec.Struct, frozen=True):
+    by_stream: dict[StreamId, Matched] | None = None
+    fallback: Fallback | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Planner:
+    """Makes plans. ``lookup`` is None where no index is configured."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        tokenizer: Tokenizer,
+        lookup: Lookup | None,
+        policy: Policy,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._tokenizer = tokenizer
+        self._lookup = lookup
+        self._policy = policy
+        self._metrics = metrics
+        self._clock = clock
+        self._throttled = Throttled(log, clock)
+
+    async def plan(self, request_id: str, body: bytes, *, readable: bool) -> Plan:
+        """The plan for a chat or completion request. ``readable`` is False for a body in a content coding.
+
+        Raises RefusedError for bad JSON, as vLLM would.
+        """
+        unreadable = Plan(request_id=request_id, body_bytes=len(body), fallback=fallback.UNREADABLE_BODY)
+        if not readable:
+            return unreadable
+        try:
+            parsed = read_body(body)
+        except UnreadableBodyError:
+            return unreadable
+        if not self._fleet.knows(parsed.model):
+            await self._fleet.refresh()
+        replicas = self._fleet.serving(parsed.model)
+        if not replicas:
+            return Plan(request_id=request_id, model=parsed.model, body_bytes=len(body))
+        tokens = await self._tokens(parsed, replicas)
+        matches = await self._matches(parsed, tokens, replicas)
+        return Plan(
+            request_id=request_id,
+            model=parsed.model,
+            body_bytes=len(body),
+            ids=tokens.ids,
+            matches=matches.by_stream,
+            fallback=tokens.why_not or matches.fallback,
+            notes=matches.notes,
+            comparable=tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache,
+        )
+
+    async def _tokens(self, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
+        if not self._policy.uses_tokens and self._lookup is None:
+            return tokens_in_request(body) or Tokens(None)
+        begun = self._clock()
+        try:
+            return await self._tokenizer.tokens(body, replicas)
+        except Exception as error:
+            # Whatever happens here, the request can still be served by load. The message could quote the
+            # prompt.
+            self._throttled.warning("tokens", "tokenising failed: %s", type(error).__name__)
+            return Tokens(None, fallback.TOKENS_ERROR)
+        finally:
+            self._metrics.tokenize_seconds.observe(self._clock() - begun)
+
+    async def _matches(self, body: RequestBody, tokens: Tokens, replicas: Sequence[Replica]) -> _Matches:
+        if self._lookup is None:
+            return _Matches(fallback=fallback.NO_INDEX if self._policy.uses_matches else None)
+        if tokens.ids is None:
+            return _Matches()
+        if not body.reads_cache:
+            return _Matches(notes=("the engine reads no cache for prompt_logprobs",))
+        salt = body.cache_salt
+        if salt is not None and not isinstance(salt, str):
+            return _Matches(fallback=fallback.BAD_CACHE_SALT)
+        resolved = {found for replica in replicas if (found := replica.resolve(body.model)) is not None}
+        if not resolved:
+            return _Matches(fallback=fallback.MODEL_UNKNOWN)
+        return await self._ask(self._lookup, tokens.ids, resolved, salt or None)
+
+    async def _ask(
+        self, lookup: Lookup, ids: array[int], models: set[tuple[str, str | None]], salt: str | None
+    ) -> _Matches:
+        """``models`` are the pairs of base model and LoRA name that the request means: one, unless replicas
+        differ.
+        """
+        begun = self._clock()
+        try:
+            answer: list[Matched] = []
+            for model, lora_name in models:
+                answer += await lookup.match(model, ids, lora_name, salt)
+            return self._judge(answer)
+        except LookupFailedError as error:
+            self._throttled.warning(error.code, "no answer from the index: %s", error)
+            return _Matches(fallback=fallback.lookup_failed(error.code))
+        except Exception as error:
+            self._throttled.warning("index-error", "asking the index failed: %s", type(error).__name__)
+            return _Matches(fallback=fallback.INDEX_ERROR)
+        finally:
+            self._metrics.lookup_seconds.observe(self._clock() - begun)
+
+    def _judge(self, answer: Sequence[Matched]) -> _Matches:
+        """The answer by stream, without what we do not know, and whether any of it can be used."""
+        known = self._fleet.streams()
+        named = {(str(m.instance), m.rank): m for m in answer}
+        by_stream = {stream: matched for stream, matched in named.items() if stream in known}
+        strangers = {name for name, _ in named} - self._fleet.replicas.keys()
+        if len(by_stream) < len(named):
+            self._metrics.unknown_streams.inc(len(named) - len(by_stream))
+        if not by_stream:
+            return _Matches(fallback=fallback.UNKNOWN_REPLICA if answer else fallback.MODEL_NOT_INDEXED)
+        notes: tuple[str, ...] = (
+            (f"ignored {len(strangers)} unknown replicas in the index",) if strangers else ()
+        )
+        doubtful = {m.state for m in by_stream.values() if m.weight <= 0}
+        trusted = sum(m.weight > 0 for m in by_stream.values())
+        if not trusted:
+            return _Matches(by_stream, fallback.untrusted(doubtful), notes)
+        if doubtful:
+            untrusted = f"{len(by_stream) - trusted} of {len(by_stream)} streams not trusted now"
+            notes += (f"{untrusted} ({', '.join(sorted(doubtful))})",)
+        return _Matches(by_stream, notes=notes)

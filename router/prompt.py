@@ -1,0 +1,119 @@
+"""What the router reads of a request: the model, the prompt and what the prompt's tokens depend on.
+
+The body is parsed once and forwarded as it came. Fields that only the engine needs stay raw bytes, so that a
+prompt of 100k tokens costs the event loop a scan and nothing more. Field names and meanings are of vLLM 0.32
+(``entrypoints/openai/chat_completion/protocol.py``, ``entrypoints/openai/completion/protocol.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from router.errors import RefusedError
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+_ABSENT = Raw(b"")
+_NULL = b"null"
+
+
+class RequestBody(msgspec.Struct, frozen=True):
+    """The fields of a request that routing depends on; absent ones are empty Raw or None."""
+
+    model: str | None = None
+    messages: Raw = _ABSENT
+    prompt: Raw = _ABSENT
+    prompt_embeds: Raw = _ABSENT
+    tools: Raw = _ABSENT
+    documents: Raw = _ABSENT
+    chat_template: Raw = _ABSENT
+    chat_template_kwargs: Raw = _ABSENT
+    reasoning_effort: Raw = _ABSENT
+    add_generation_prompt: Raw = _ABSENT
+    continue_final_message: Raw = _ABSENT
+    add_special_tokens: Raw = _ABSENT
+    truncate_prompt_tokens: Raw = _ABSENT
+    cache_salt: Any = None
+    n: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+    use_beam_search: Any = None
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the engine reads its prefix cache for this request: not when it owes log probabilities of
+        the prompt.
+        """
+        return self.prompt_logprobs is None and not (
+            self.echo and self.logprobs is not None and self.logprobs is not False
+        )
+
+    @property
+    def samples_once(self) -> bool:
+        """Whether one sequence is generated: with more, siblings hit each other's blocks."""
+        return self.n in (None, 1) and not self.use_beam_search
+
+
+def given(field: Raw) -> bool:
+    """Whether the client set the field to something."""
+    return bytes(field) not in (b"", _NULL)
+
+
+_decode_body = msgspec.json.Decoder(RequestBody).decode
+
+
+class UnreadableBodyError(Exception):
+    """JSON that the engine may take but that msgspec refuses (NaN, lone surrogates): relayed by load."""
+
+
+def read_body(body: bytes) -> RequestBody:
+    """The parts of a request body that routing needs.
+
+    Raises RefusedError (400, as vLLM answers) for what is no JSON object or names a model that is no text,
+    and UnreadableBodyError for JSON that only the standard library reads.
+    """
+    try:
+        return _decode_body(body)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _refuse_what_vllm_refuses(body, error)
+        raise UnreadableBodyError from error
+
+
+def _refuse_what_vllm_refuses(body: bytes, why: Exception) -> None:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        detail = error.msg if isinstance(error, json.JSONDecodeError) else "it cannot be decoded"
+        raise RefusedError(
+            400, "Bad Request", f"The body is not valid JSON: {detail}", reason="bad JSON"
+        ) from why
+    if not isinstance(value, dict):
+        raise RefusedError(400, "Bad Request", "The body must be a JSON object", reason="bad JSON") from why
+    model = value.get("model")
+    if model is not None and not isinstance(model, str):
+        raise RefusedError(
+            400, "Bad Request", "`model` must be a string", param="body.model", reason="bad model"
+        ) from why
+
+
+class _ModelOnly(msgspec.Struct, frozen=True):
+    model: str | None = None
+
+
+_decode_model = msgspec.json.Decoder(_ModelOnly).decode
+
+
+def model_of(body: bytes, content_type: str) -> str | None:
+    """The model that a request of any other path names, if its body is JSON that says one."""
+    if not body or "json" not in content_type:
+        return None
+    try:
+        return _decode_model(body).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,93 @@
+"""Hands a replica's answer to the client: byte for byte, as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from aiohttp import web
+
+from router.answer import AnswerTap
+from router.errors import BrokenAnswerError, RefusedError, UpstreamError, UpstreamTimeoutError
+from router.headers import to_client
+from router.refusal import terminal_event
+from router.upstream import UpstreamAnswer
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection."""
+
+
+class RelayedAnswer:
+    """One answer on its way. ``complete`` tells whether it came to its end, ``failure`` what broke it off."""
+
+    def __init__(self, answer: UpstreamAnswer, *, whole: bool, on_first_byte: Callable[[], None]) -> None:
+        self._answer = answer
+        self._on_first_byte = on_first_byte
+        self._last_bytes = b""
+        self.is_stream = answer.headers.get("Content-Type", "").startswith("text/event-stream")
+        self.tap = AnswerTap(is_stream=self.is_stream, whole=whole)
+        self.complete = False
+        self.failure: UpstreamError | None = None
+
+    async def relay(self, request: web.Request, ours: Mapping[str, str]) -> web.StreamResponse:
+        """Writes the answer with ``ours`` among its headers.
+
+        The head of a stream goes out at once. Any other head waits for the first bytes, so that an answer
+        that breaks off before them can still be told as an error: RefusedError (502 or 504). Raises
+        ClientGoneError.
+        """
+        response = web.StreamResponse(
+            status=self._answer.status, headers=to_client(self._answer.headers, ours)
+        )
+        try:
+            if self.is_stream:
+                await response.prepare(request)
+            try:
+                await self._pass_chunks(request, response)
+            except UpstreamError as error:
+                self.failure = error
+                await self._break_off(request, response, error)
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write_eof()
+        except ConnectionError as error:
+            if self.failure is not None:
+                return response
+            raise ClientGoneError from error
+        return response
+
+    async def _pass_chunks(self, request: web.Request, response: web.StreamResponse) -> None:
+        async for chunk in self._answer.chunks():
+            if not self._last_bytes:
+                self._on_first_byte()
+                if not response.prepared:
+                    await response.prepare(request)
+            self._last_bytes = chunk
+            self.tap.feed(chunk)
+            await response.write(chunk)
+        self.complete = True
+
+    async def _break_off(
+        self, request: web.Request, response: web.StreamResponse, error: UpstreamError
+    ) -> None:
+        """Says that the answer is not whole: as an error, as a last event, or by cutting the connection."""
+        if not response.prepared:
+            raise refused(error) from error
+        if self.is_stream and self._answer.status == 200:
+            await response.write(terminal_event(str(error), self._last_bytes[-2:]))
+        elif request.transport is not None:
+            request.transport.abort()
+
+
+def refused(error: UpstreamError) -> RefusedError:
+    """The error answer for a replica that failed after it may have begun to work."""
+    if isinstance(error, UpstreamTimeoutError):
+        return RefusedError(
+            504, "GatewayTimeoutError", str(error), reason="the replica was silent for too long"
+        )
+    reason = (
+        "the replica's answer broke off"
+        if isinstance(error, BrokenAnswerError)
+        else "the replica's answer failed"
+    )
+    return RefusedError(502, "BadGatewayError", str(error), reason=reason)

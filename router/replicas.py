@@ -1,0 +1,218 @@
+"""One replica: how it is written in the settings, and what is known of it while we run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from yarl import URL
+
+from router.errors import SettingsError
+
+StreamId = tuple[str, int]
+"""A replica's name and a data-parallel rank of it: what is chosen, loaded and matched."""
+
+BIND = "bind:"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}")
+_FIELDS = ("events", "replay", "ranks", "topic", "model", "block-size")
+_MAX_RANKS = 1024
+_SHAPE = "write NAME=URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,ranks=N][,topic=T][,model=M][,block-size=N]"
+
+
+class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica as configured. ``events`` and ``replay`` are of rank 0; None means that the engine is asked.
+
+    ``url`` has no slash at its end; ``block_size`` is in tokens.
+    """
+
+    name: str
+    url: str
+    events: str | None = None
+    replay: str | None = None
+    ranks: int | None = None
+    topic: str | None = None
+    model: str | None = None
+    block_size: int | None = None
+
+    @property
+    def host(self) -> str:
+        """The host that the replica is reached at."""
+        return URL(self.url).host or ""
+
+
+def parse_replica(line: str) -> ReplicaSpec:
+    """``vllm-0=http://vllm-0:8000,events=tcp://vllm-0:5557,ranks=2`` as a spec. Raises SettingsError."""
+    head, *rest = (part.strip() for part in line.split(","))
+    name, equals, url = head.partition("=")
+    if not equals or not _NAME.fullmatch(name):
+        raise SettingsError(f"--replica {line!r} has no usable name; {_SHAPE}")
+    fields: dict[str, str] = {}
+    for part in rest:
+        key, equals, value = part.partition("=")
+        if key not in _FIELDS or not equals or not value or key in fields:
+            raise SettingsError(f"--replica {name}: {part!r} is unknown, empty or given twice; {_SHAPE}")
+        fields[key] = value
+    for key in ("events", "replay"):
+        if key in fields:
+            _check_endpoint(name, key, fields[key])
+    if "replay" in fields and "events" not in fields:
+        raise SettingsError(f"--replica {name}: replay= without events=; give both or neither")
+    return ReplicaSpec(
+        name=name,
+        url=_checked_url(name, url),
+        events=fields.get("events"),
+        replay=fields.get("replay"),
+        ranks=_number(name, "ranks", fields.get("ranks"), _MAX_RANKS),
+        topic=fields.get("topic"),
+        model=fields.get("model"),
+        block_size=_number(name, "block-size", fields.get("block-size"), 1 << 20),
+    )
+
+
+def parse_replicas(lines: Iterable[str]) -> list[ReplicaSpec]:
+    """All replicas of the settings. Raises SettingsError, also for a name that is given twice."""
+    specs = [parse_replica(line) for line in lines]
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise SettingsError(
+                f"--replica {spec.name} is given twice; every replica needs a name of its own"
+            )
+        seen.add(spec.name)
+    return specs
+
+
+def _checked_url(name: str, text: str) -> str:
+    try:
+        url = URL(text)
+        usable = url.scheme in ("http", "https") and bool(url.host) and url.port is not None
+    except ValueError:
+        usable = False
+    if not usable or url.query_string or url.fragment or url.user:
+        raise SettingsError(f"--replica {name}: {text!r} is no URL of an engine; write http://HOST:PORT")
+    return text.rstrip("/")
+
+
+def _check_endpoint(name: str, key: str, text: str) -> None:
+    address = text.removeprefix(BIND) if key == "events" else text
+    scheme, _, rest = address.partition("://")
+    port = rest.rpartition(":")[2]
+    if scheme == "ipc" and rest:
+        return
+    if scheme != "tcp" or not rest.rpartition(":")[0] or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SettingsError(f"--replica {name}: {key}={text} is no ZeroMQ address; write tcp://HOST:PORT")
+
+
+def _number(name: str, key: str, text: str | None, most: int) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise SettingsError(f"--replica {name}: {key}={text} is no number from 1 to {most}")
+    return int(text)
+
+
+class EventSource(msgspec.Struct, frozen=True):
+    """Where one rank publishes its KV events, ready to be registered."""
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str | None = None
+
+
+def offset_port(endpoint: str, rank: int) -> str:
+    """``endpoint`` with ``rank`` added to its port, as vLLM does (``vllm/distributed/kv_events.py`` 0.32)."""
+    base, colon, port = endpoint.rpartition(":")
+    if not rank or not colon or not port.isdecimal():
+        return endpoint
+    return f"{base}:{int(port) + rank}"
+
+
+def at_host(endpoint: str, host: str) -> str:
+    """``endpoint`` with a wildcard host (``*``, ``0.0.0.0``, ``[::]``) replaced; bind endpoints stay as they
+    are.
+    """
+    if endpoint.startswith(BIND):
+        return endpoint
+    named = f"[{host}]" if ":" in host else host
+    return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[?::\]?)(?=:)", lambda _: f"tcp://{named}", endpoint)
+
+
+def configured_sources(spec: ReplicaSpec) -> tuple[EventSource, ...]:
+    """The sources that the settings give, one for each rank; empty where they give none."""
+    if spec.events is None:
+        return ()
+    events, replay = at_host(spec.events, spec.host), spec.replay and at_host(spec.replay, spec.host)
+    return tuple(
+        EventSource(rank, offset_port(events, rank), replay and offset_port(replay, rank), spec.topic)
+        for rank in range(spec.ranks or 1)
+    )
+
+
+class Health(StrEnum):
+    """``UNKNOWN`` is a replica that was not heard of yet: it gets requests, as the fleet must serve
+    meanwhile.
+    """
+
+    UNKNOWN = "unknown"
+    UP = "up"
+    DOWN = "down"
+
+
+class Models(msgspec.Struct, frozen=True):
+    """What ``/v1/models`` says.
+
+    The first id without a parent is the model; ids with a parent are LoRA adapters.
+    """
+
+    model: str
+    aliases: tuple[str, ...] = ()
+    adapters: frozenset[str] = frozenset()
+    max_model_len: int | None = None
+    cards: tuple[Mapping[str, Any], ...] = ()
+
+
+class Replica:
+    """A replica and what is known of it now. Written by the fleet's tasks, read by everything else."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.spec = spec
+        self.health = Health.UNKNOWN
+        self.last_error: str | None = None
+        self.models: Models | None = Models(spec.model) if spec.model else None
+        self.sources: tuple[EventSource, ...] = configured_sources(spec)
+        self.ranks: tuple[int, ...] = tuple(range(spec.ranks or 1))
+        self.tokenize_missing_until = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def url(self) -> str:
+        return self.spec.url
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests may be sent to it."""
+        return self.health is not Health.DOWN
+
+    def streams(self) -> list[StreamId]:
+        """One stream for each rank."""
+        return [(self.name, rank) for rank in self.ranks]
+
+    def resolve(self, model: str | None) -> tuple[str, str | None] | None:
+        """The base model and the LoRA name that ``model`` means here, or None when it is not served.
+
+        No model is the base model (vLLM 0.32: ``entrypoints/serve/engine/serving.py``).
+        """
+        if self.models is None:
+            return None
+        if not model or model == self.models.model or model in self.models.aliases:
+            return self.models.model, None
+        if model in self.models.adapters:
+            return self.models.model, model
+        return None

@@ -1,0 +1,234 @@
+"""The way of one request: read -> plan -> decide and reserve -> relay -> learn."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from aiohttp import web
+from opentelemetry.trace import Span
+
+from router.decider import RETRY_AFTER_S, Decider
+from router.decision_log import DecisionLog
+from router.errors import DisconnectedError, RefusedError, UnreachableError, UpstreamError
+from router.exchange import CANCELLED, Exchange
+from router.fleet import Fleet
+from router.headers import REQUEST_ID, to_replica
+from router.metrics import RouterMetrics
+from router.plan import Plan, Planner
+from router.prompt import CHAT_PATH, COMPLETIONS_PATH, model_of
+from router.refusal import refusal
+from router.relay import ClientGoneError, refused
+from router.tap import Recorder
+from router.tracing import Tracing, describe_decision, describe_request
+from router.upstream import Upstream, UpstreamAnswer
+
+CLIENT_CLOSED_REQUEST = 499
+PROMPT_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+
+
+class Route:
+    """Handles every request that goes to a replica."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        planner: Planner,
+        decider: Decider,
+        upstream: Upstream,
+        metrics: RouterMetrics,
+        tracing: Tracing,
+        decisions: DecisionLog,
+        *,
+        attempts: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._planner = planner
+        self._decider = decider
+        self._upstream = upstream
+        self._metrics = metrics
+        self._tracing = tracing
+        self._decisions = decisions
+        self._attempts = attempts
+        self._recorder = recorder
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """The answer to any request under ``/v1/``."""
+        request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+        with self._tracing.request(request.headers, request.path, request_id) as span:
+            journey = _Journey(request_id)
+            try:
+                response = await self._serve(request, journey, span)
+                journey.status = journey.exchanges[-1].status
+            except RefusedError as error:
+                response = refusal(error, self._decider.policy.name, journey.headers())
+                journey.status = str(error.status)
+            except ClientGoneError:
+                # Nobody reads this answer; the handler just has to return one.
+                journey.status = CANCELLED
+                return web.Response(status=CLIENT_CLOSED_REQUEST)
+            except asyncio.CancelledError:
+                journey.status = CANCELLED
+                raise
+            finally:
+                self._account(journey, span)
+            return response
+
+    async def _serve(self, request: web.Request, journey: _Journey, span: Span) -> web.StreamResponse:
+        body = await read_request(request)
+        with self._tracing.decide() as decide_span:
+            plan = await self._plan(request, body, journey.request_id)
+            exchange = self._choose(plan, journey, decide_span)
+        while True:
+            try:
+                return await self._attempt(request, body, exchange)
+            except _AttemptFailedError as failure:
+                self._note_failure(journey, failure)
+            if len(journey.exchanges) >= self._attempts:
+                raise _out_of_attempts(journey.failed)
+            with self._tracing.decide() as decide_span:
+                exchange = self._choose(plan, journey, decide_span)
+
+    async def _plan(self, request: web.Request, body: bytes, request_id: str) -> Plan:
+        if request.method == "POST" and request.path in PROMPT_PATHS:
+            readable = request.headers.get("Content-Encoding", "identity") == "identity"
+            return await self._planner.plan(request_id, body, readable=readable)
+        model = model_of(body, request.content_type)
+        return Plan(request_id=request_id, model=model, body_bytes=len(body), is_prompt=False)
+
+    def _choose(self, plan: Plan, journey: _Journey, span: Span) -> Exchange:
+        """Decides and books. Nothing is awaited between the booking and the exchange that will release it."""
+        attempt = len(journey.exchanges) + 1
+        decision, reservation = self._decider.decide(plan, journey.failed, attempt)
+        exchange = Exchange(plan, self._decisions.add(decision), reservation, self._metrics, self._recorder)
+        journey.exchanges.append(exchange)
+        self._metrics.decisions.labels(decision.policy, decision.mode).inc()
+        if attempt == 1 and decision.fallback is not None:
+            self._metrics.fallbacks.labels(decision.fallback).inc()
+        describe_decision(span, decision)
+        return exchange
+
+    async def _attempt(self, request: web.Request, body: bytes, exchange: Exchange) -> web.StreamResponse:
+        """Sends the request to the chosen replica and relays the answer.
+
+        Raises _AttemptFailedError for what may be tried elsewhere: no byte of an answer has been seen then.
+        """
+        status = CANCELLED
+        try:
+            answer = await self._send(request, body, exchange)
+            relayed = exchange.answered(answer)
+            decision = exchange.decision
+            try:
+                response = await relayed.relay(
+                    request, {**decision.headers(), REQUEST_ID: decision.request_id}
+                )
+            finally:
+                if relayed.failure is not None:
+                    self._metrics.broken.labels(decision.chosen[0]).inc()
+                    self._fleet.failed(decision.chosen[0], str(relayed.failure), unreachable=False)
+            status = "broken" if relayed.failure is not None else str(answer.status)
+            return response
+        except _AttemptFailedError as failure:
+            status = failure.code
+            raise
+        except RefusedError as error:
+            status = str(error.status)
+            raise
+        finally:
+            exchange.finish(status)
+
+    async def _send(self, request: web.Request, body: bytes, exchange: Exchange) -> UpstreamAnswer:
+        name, rank = exchange.decision.chosen
+        replica = self._fleet.replicas[name]
+        ours = rank if len(replica.ranks) > 1 else None
+        headers = to_replica(request.headers, exchange.decision.request_id, ours)
+        self._tracing.inject(headers)
+        exchange.sending(request, body, headers)
+        try:
+            return await self._upstream.send(request.method, replica.url + request.raw_path, headers, body)
+        except (UnreachableError, DisconnectedError) as error:
+            raise _AttemptFailedError(name, error) from error
+        except UpstreamError as error:
+            self._fleet.failed(name, str(error), unreachable=False)
+            raise refused(error) from error
+
+    def _note_failure(self, journey: _Journey, failure: _AttemptFailedError) -> None:
+        """A kept-alive connection that had gone stale costs a try, but says nothing about the replica."""
+        self._metrics.retries.labels(failure.replica, failure.code).inc()
+        if failure.code == "stale" and failure.replica not in journey.stale:
+            journey.stale.add(failure.replica)
+            return
+        journey.failed.add(failure.replica)
+        self._fleet.failed(failure.replica, str(failure), unreachable=failure.code == "unreachable")
+
+    def _account(self, journey: _Journey, span: Span) -> None:
+        last = journey.exchanges[-1] if journey.exchanges else None
+        decision = last.decision if last else None
+        policy = decision.policy if decision else self._decider.policy.name
+        status = journey.status or "error"
+        self._metrics.requests.labels(policy, decision.chosen[0] if decision else "", status).inc()
+        describe_request(span, decision, status, last.actual_cached_tokens if last else None)
+
+
+class _AttemptFailedError(Exception):
+    """A replica that gave no byte of an answer."""
+
+    def __init__(self, replica: str, error: UnreachableError | DisconnectedError) -> None:
+        super().__init__(str(error))
+        self.replica = replica
+        if isinstance(error, UnreachableError):
+            self.code = "unreachable"
+        else:
+            self.code = "stale" if error.stale else "disconnected"
+
+
+class _Journey:
+    """What one request has been through: its exchanges, the replicas that failed it, how it ended."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.exchanges: list[Exchange] = []
+        self.failed: set[str] = set()
+        self.stale: set[str] = set()
+        self.status: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        """The headers for an answer of our own: the decision's, if it was the chosen replica that let us
+        down.
+        """
+        headers = {REQUEST_ID: self.request_id}
+        if self.exchanges and self.exchanges[-1].status.isdecimal():
+            headers |= self.exchanges[-1].decision.headers()
+        return headers
+
+
+async def read_request(request: web.Request) -> bytes:
+    """The request's body. Raises RefusedError: 413 over the limit, 400 for a body that breaks off."""
+    limit = request.client_max_size
+    too_large = RefusedError(
+        413,
+        "Request Entity Too Large",
+        f"The request body is larger than {limit} bytes (--request-limit-bytes)",
+        reason="request too large",
+    )
+    if request.content_length is not None and request.content_length > limit:
+        raise too_large
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise too_large from error
+    except web.RequestPayloadError as error:
+        raise RefusedError(
+            400, "Bad Request", "The request body cannot be read", reason="bad body"
+        ) from error
+
+
+def _out_of_attempts(failed: set[str]) -> RefusedError:
+    return RefusedError(
+        503,
+        "ServiceUnavailableError",
+        f"no replica could be reached (tried {', '.join(sorted(failed))})",
+        retry_after=RETRY_AFTER_S,
+        reason="no replica reached",
+    )

@@ -1,0 +1,255 @@
+"""``warmroute router``: puts the parts together, serves, and goes down cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from indexer.client import IndexerClient
+from router.admin import Admin
+from router.decider import Decider
+from router.decision import HEADER_PREFIX
+from router.decision_log import DecisionLog
+from router.errors import ListenError, RefusedError, SettingsError
+from router.fleet import Fleet, model_cards
+from router.load import Load
+from router.lookup import FirstThatAnswers, HttpLookup, Lookup, MapLookup
+from router.metrics import RouterMetrics
+from router.plan import Planner
+from router.policies import POLICIES, policy_named
+from router.refusal import refusal
+from router.registrar import Registrar
+from router.replicas import parse_replicas
+from router.route import Route
+from router.settings import RouterSettings, host_and_port
+from router.tap import Recorder
+from router.tokens import Tokenizer
+from router.tracing import start_tracing
+from router.upstream import AiohttpUpstream, Upstream, upstream_session
+
+log = logging.getLogger(__name__)
+
+INDEXER_TIMEOUT_S = 2.0
+MAX_LINE_BYTES = 64 * 1024
+
+
+class RouterApp:
+    """A router that can be served.
+
+    ``app`` is its aiohttp application; the other parts are there to look at.
+    """
+
+    def __init__(self, settings: RouterSettings, fleet: Fleet, load: Load, metrics: RouterMetrics) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.load = load
+        self.metrics = metrics
+        self.decisions = DecisionLog(settings.decisions_kept)
+        self.draining = False
+        self.app = web.Application(client_max_size=settings.request_limit_bytes)
+
+    async def models(self, request: web.Request) -> web.Response:
+        """``GET /v1/models``: what the healthy replicas serve, together."""
+        replicas = self.fleet.usable()
+        said = {HEADER_PREFIX + "policy": self.settings.policy}
+        if not replicas:
+            error = RefusedError(
+                503,
+                "ServiceUnavailableError",
+                "no replica is healthy",
+                retry_after=2,
+                reason="no healthy replica",
+            )
+            return refusal(error, self.settings.policy, {})
+        said[HEADER_PREFIX + "reason"] = f"the models of {len(replicas)} replicas"
+        body = msgspec.json.encode({"object": "list", "data": model_cards(replicas)})
+        return web.Response(body=body, content_type="application/json", headers=said)
+
+
+@asynccontextmanager
+async def router_app(
+    settings: RouterSettings,
+    *,
+    recorder: Recorder | None = None,
+    upstream: Upstream | None = None,
+    lookup: Lookup | None = None,
+) -> AsyncIterator[RouterApp]:
+    """A running router without a listening socket: its fleet is watched and its replicas are registered.
+
+    ``upstream`` and ``lookup`` take the place of what the settings would make. Raises SettingsError.
+    """
+    specs, policy = parse_replicas(settings.replica), policy_named(settings.policy)
+    _check(settings)
+    if not specs:
+        log.warning(
+            "no replica is configured: every request will be answered with 503; give --replica NAME=URL"
+        )
+    async with AsyncExitStack() as stack:
+        probes = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        )
+        session = await stack.enter_async_context(
+            upstream_session(settings.connect_timeout_s, settings.idle_timeout_s)
+        )
+        fleet = Fleet(
+            specs,
+            probes,
+            health_interval_s=settings.health_interval_s,
+            health_timeout_s=settings.health_timeout_s,
+            refresh_interval_s=settings.refresh_interval_s,
+        )
+        router = RouterApp(settings, fleet, load := Load(), metrics := RouterMetrics())
+        metrics.watch(fleet, load)
+        tracing = start_tracing()
+        stack.push_async_callback(asyncio.to_thread, tracing.close)
+        map_lookup = (
+            MapLookup(Path(settings.map), timeout_s=settings.lookup_timeout_s) if settings.map else None
+        )
+        if map_lookup is not None:
+            stack.push_async_callback(map_lookup.close)
+        lookup = lookup or _lookup(settings, map_lookup, probes)
+        rng = random.Random(settings.seed)
+        tokenizer = Tokenizer(
+            session, timeout_s=settings.tokenize_timeout_s, cache_tokens=settings.token_cache_tokens, rng=rng
+        )
+        route = Route(
+            fleet,
+            Planner(fleet, tokenizer, lookup, policy, metrics),
+            Decider(
+                fleet, load, policy, POLICIES["least-loaded"], max_inflight=settings.max_inflight, rng=rng
+            ),
+            upstream or AiohttpUpstream(session),
+            metrics,
+            tracing,
+            router.decisions,
+            attempts=settings.attempts,
+            recorder=recorder,
+        )
+        registrar = _registrar(settings, fleet, map_lookup, probes)
+        Admin(fleet, load, metrics, router.decisions, registrar, lambda: router.draining).add_routes(
+            router.app
+        )
+        router.app.router.add_get("/v1/models", router.models)
+        router.app.router.add_route("*", "/v1/{path:.*}", route.handle)
+        fleet.start()
+        stack.push_async_callback(fleet.close)
+        if registrar is not None:
+            fleet.changed = registrar.wake
+            registrar.start()
+            stack.push_async_callback(registrar.close)
+        yield router
+
+
+def _check(settings: RouterSettings) -> None:
+    if settings.indexer is not None and not settings.indexer.startswith(("http://", "https://")):
+        raise SettingsError(f"--indexer {settings.indexer!r} is no URL; write http://HOST:PORT")
+    if settings.max_inflight is not None and settings.max_inflight < 1:
+        raise SettingsError(
+            f"--max-inflight {settings.max_inflight}: give 1 or more, or leave it out for no limit"
+        )
+    if settings.map is None or not Path(settings.map).exists():
+        return
+    if not Path(settings.map).is_dir():
+        raise SettingsError(f"--map {settings.map} is a file; give the folder that the indexer writes")
+    if not os.access(settings.map, os.R_OK | os.X_OK):
+        raise SettingsError(
+            f"--map {settings.map}: no permission to read the folder; run as the indexer's user"
+        )
+
+
+def _lookup(
+    settings: RouterSettings, map_lookup: MapLookup | None, session: aiohttp.ClientSession
+) -> Lookup | None:
+    lookups: list[Lookup] = []
+    if map_lookup is not None:
+        lookups.append(map_lookup)
+    if settings.indexer is not None:
+        client = IndexerClient(settings.indexer.rstrip("/"), session, settings.lookup_timeout_s)
+        lookups.append(HttpLookup(client, timeout_s=settings.lookup_timeout_s))
+    if not lookups:
+        return None
+    return lookups[0] if len(lookups) == 1 else FirstThatAnswers(lookups)
+
+
+def _registrar(
+    settings: RouterSettings, fleet: Fleet, map_lookup: MapLookup | None, session: aiohttp.ClientSession
+) -> Registrar | None:
+    if settings.indexer is None and map_lookup is None:
+        return None
+    return Registrar(
+        fleet,
+        _address(settings.indexer, map_lookup),
+        lambda url: IndexerClient(url, session, INDEXER_TIMEOUT_S),
+    )
+
+
+def _address(configured: str | None, map_lookup: MapLookup | None) -> Callable[[], Awaitable[str | None]]:
+    async def address() -> str | None:
+        if configured is not None:
+            return configured.rstrip("/")
+        return await map_lookup.indexer_address() if map_lookup is not None else None
+
+    return address
+
+
+@asynccontextmanager
+async def listening(router: RouterApp) -> AsyncIterator[str]:
+    """Serves the router at its address; gives the URL. On leaving, open answers get their grace.
+
+    Raises ListenError.
+    """
+    settings = router.settings
+    host, port = host_and_port(settings.listen)
+    runner = web.AppRunner(
+        router.app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=settings.grace_s,
+        auto_decompress=False,
+        max_line_size=MAX_LINE_BYTES,
+        max_field_size=MAX_LINE_BYTES,
+    )
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port, reuse_address=True).start()
+        except OSError as error:
+            raise ListenError(_cannot_listen(settings.listen, error)) from error
+        shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{runner.addresses[0][1]}"
+        log.info("listening on %s", url)
+        yield url
+        router.draining = True
+    finally:
+        await runner.cleanup()
+
+
+def _cannot_listen(listen: str, error: OSError) -> str:
+    why = "address already in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+    return f"cannot listen on {listen}: {why}; choose another --listen"
+
+
+async def serve(settings: RouterSettings, recorder: Recorder | None = None) -> None:
+    """Runs the router until SIGTERM or SIGINT. Raises RouterError when it cannot start."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with router_app(settings, recorder=recorder) as router, listening(router):
+            await stop.wait()
+            log.info("shutting down; open answers get up to %g s", settings.grace_s)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

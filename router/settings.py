@@ -1,0 +1,79 @@
+"""Settings of ``warmroute router``. The front door makes flags, environment and TOML keys of the fields."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from router.errors import SettingsError
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where to listen, what to route to, and by which policy."""
+
+    listen: Annotated[str, Meta(description="Address to serve on, HOST:PORT; port 0 picks a free one.")] = (
+        "127.0.0.1:8080"
+    )
+    map: Annotated[str | None, Meta(description="Folder of the indexer's map, read in this process.")] = None
+    indexer: Annotated[
+        str | None,
+        Meta(
+            description="URL of the indexer: asked for matches if no map can be read, and told of replicas."
+        ),
+    ] = None
+    replica: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="A replica to route to; may be repeated. NAME=URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]"
+            "[,ranks=N][,topic=T][,model=M][,block-size=N]. What is left out is asked of the engine."
+        ),
+    ] = ()
+    policy: Annotated[str, Meta(description="cache-aware, least-loaded or round-robin.")] = "cache-aware"
+    request_limit_bytes: Annotated[int, Meta(ge=1, description="Largest request body, bytes.")] = (
+        64 * 1024 * 1024
+    )
+    max_inflight: Annotated[
+        int | None,
+        Meta(
+            description="Requests at once on one rank of a replica; 503 when all are full. None: no limit.",
+        ),
+    ] = None
+    attempts: Annotated[
+        int, Meta(ge=1, description="Replicas tried for one request, as long as none has answered a byte.")
+    ] = 3
+    connect_timeout_s: Annotated[float, Meta(gt=0, description="Time to connect to a replica, seconds.")] = (
+        2.0
+    )
+    idle_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest silence of a replica in an answer, seconds.")
+    ] = 600.0
+    lookup_timeout_s: Annotated[float, Meta(gt=0, description="Time for asking the index, seconds.")] = 0.2
+    tokenize_timeout_s: Annotated[
+        float, Meta(gt=0, description="Time for asking an engine for tokens, seconds.")
+    ] = 2.0
+    token_cache_tokens: Annotated[
+        int, Meta(ge=0, description="Prompts kept tokenised, in tokens (4 bytes each).")
+    ] = 4_000_000
+    health_interval_s: Annotated[
+        float, Meta(gt=0, description="Between two health checks of a replica, seconds.")
+    ] = 2.0
+    health_timeout_s: Annotated[float, Meta(gt=0, description="Time for one health check, seconds.")] = 2.0
+    refresh_interval_s: Annotated[
+        float, Meta(gt=0, description="Between two looks at a replica's models and event sources, seconds.")
+    ] = 30.0
+    grace_s: Annotated[float, Meta(ge=0, description="Time that open answers get at shutdown, seconds.")] = (
+        25.0
+    )
+    decisions_kept: Annotated[int, Meta(ge=1, description="Decisions shown at /debug/decisions.")] = 200
+    seed: Annotated[int | None, Meta(description="Seed of the tie-break, for runs that repeat.")] = None
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """The parts of ``HOST:PORT`` (``[::1]:8080`` for IPv6). Raises SettingsError."""
+    host, colon, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise SettingsError(f"--listen {listen!r} is no address; write HOST:PORT, such as 127.0.0.1:8080")
+    return host, int(port)

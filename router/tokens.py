@@ -1,0 +1,261 @@
+"""The exact token ids that the engine will see, or None with a reason.
+
+Ids in the request are taken as they are; text and messages are sent to an engine's own ``/tokenize`` (vLLM
+0.32: ``entrypoints/serve/tokenize/protocol.py``), and the answers are kept by a hash of what was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+import aiohttp
+import msgspec
+from cachetools import LRUCache
+from msgspec import Raw
+from xxhash import xxh3_128_digest
+
+from events.schema import token_array
+from router import fallback
+from router.fallback import Fallback
+from router.prompt import RequestBody, given
+from router.replicas import Replica
+
+MISSING_FOR_S = 60.0
+"""How long an engine without ``/tokenize`` is not asked again."""
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+_CHAT_FIELDS = (
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+)
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """``ids`` of the prompt (of the first one, where the request holds several), or None and why.
+
+    ``prompts`` is how many prompts the request holds. ``asked`` tells whether an engine was asked.
+    """
+
+    ids: array[int] | None
+    why_not: Fallback | None = None
+    prompts: int = 1
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part | str] | None = None
+
+
+class _TokenizeAnswer(msgspec.Struct):
+    tokens: list[int]
+
+
+class _ErrorInfo(msgspec.Struct):
+    param: str | None = None
+    type: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _ErrorInfo
+
+
+_decode_messages = msgspec.json.Decoder(list[_Message]).decode
+_decode_answer = msgspec.json.Decoder(_TokenizeAnswer).decode
+_decode_error = msgspec.json.Decoder(_ErrorAnswer).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def _no(why: Fallback) -> Tokens:
+    return Tokens(None, why)
+
+
+def tokens_in_request(body: RequestBody) -> Tokens | None:
+    """The ids that the request itself holds; the reason where none can be known; None where an engine must
+    be asked.
+    """
+    if given(body.truncate_prompt_tokens):
+        return _no(fallback.TRUNCATED)
+    if given(body.prompt_embeds):
+        return _no(fallback.PROMPT_EMBEDS)
+    if given(body.messages):
+        return _check_messages(body.messages)
+    if not given(body.prompt):
+        return _no(fallback.NO_PROMPT)
+    return _ids_in_prompt(body.prompt)
+
+
+def _check_messages(messages: Raw) -> Tokens | None:
+    try:
+        decoded = _decode_messages(messages)
+    except msgspec.MsgspecError:
+        return _no(fallback.UNREADABLE_MESSAGES)
+    for message in decoded:
+        if isinstance(message.content, list):
+            for part in message.content:
+                if not isinstance(part, str) and part.type not in TEXT_PARTS:
+                    return _no(fallback.MULTIMODAL)
+    return None
+
+
+def _ids_in_prompt(prompt: Raw) -> Tokens | None:
+    """``[int]`` and ``[[int]]`` hold ids; text and ``[text]`` do not.
+
+    Of several prompts the first decides.
+    """
+    text = bytes(memoryview(prompt)[:64]).translate(None, b" \t\r\n")
+    try:
+        if text.startswith(b"[["):
+            lists = msgspec.json.decode(prompt, type=list[list[int]])
+            return Tokens(token_array(lists[0]), prompts=len(lists))
+        if text.startswith(b"[") and not text.startswith((b'["', b"[]")):
+            return Tokens(token_array(msgspec.json.decode(prompt, type=list[int])))
+    except msgspec.MsgspecError:
+        return _no(fallback.UNREADABLE_PROMPT)
+    except ValueError:
+        return _no(fallback.BAD_TOKEN_IDS)
+    if text.startswith((b'"', b'["')):
+        return None
+    return _no(fallback.NO_PROMPT if text.startswith(b"[]") else fallback.UNREADABLE_PROMPT)
+
+
+def tokenize_request(body: RequestBody) -> tuple[bytes, int] | None:
+    """The body of ``POST /tokenize`` for this request, and how many prompts it holds; None if it cannot be
+    made.
+    """
+    asked: dict[str, object] = {}
+    if body.model:
+        asked["model"] = body.model
+    try:
+        if given(body.messages):
+            return _encode(asked | _chat_fields(body)), 1
+        prompts = msgspec.json.decode(body.prompt, type=str | list[str])
+    except msgspec.MsgspecError:
+        return None
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    asked["prompt"] = texts[0]
+    if given(body.add_special_tokens):
+        asked["add_special_tokens"] = body.add_special_tokens
+    return _encode(asked), len(texts)
+
+
+def _chat_fields(body: RequestBody) -> dict[str, object]:
+    fields: dict[str, object] = {"messages": body.messages}
+    fields |= {name: value for name in _CHAT_FIELDS if given(value := getattr(body, name))}
+    kwargs: dict[str, Raw] = {}
+    if given(body.chat_template_kwargs):
+        kwargs = msgspec.json.decode(body.chat_template_kwargs, type=dict[str, Raw])
+    # What chat knows as fields of its own and /tokenize does not goes the way that chat sends it to the
+    # template.
+    if given(body.documents):
+        kwargs["documents"] = body.documents
+    if given(body.reasoning_effort):
+        kwargs.setdefault(
+            "enable_thinking", Raw(b"false" if bytes(body.reasoning_effort) == b'"none"' else b"true")
+        )
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    if kwargs:
+        fields["chat_template_kwargs"] = kwargs
+    return fields
+
+
+class Tokenizer:
+    """Gets the tokens of requests, from themselves or from engines."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        timeout_s: float,
+        cache_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._session = session
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._cache: LRUCache[bytes, array[int]] = LRUCache(
+            max(1, cache_tokens), getsizeof=lambda ids: max(1, len(ids))
+        )
+
+    async def tokens(self, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
+        """The tokens of a request that any of ``replicas`` may get. Never raises for what engines answer."""
+        found = tokens_in_request(body)
+        if found is not None:
+            return found
+        asked = tokenize_request(body)
+        if asked is None:
+            return _no(fallback.UNREADABLE_PROMPT)
+        payload, prompts = asked
+        key = xxh3_128_digest(payload)
+        kept = self._cache.get(key)
+        if kept is not None:
+            return Tokens(kept, prompts=prompts)
+        answer = await self._ask_any(payload, replicas)
+        if isinstance(answer, Fallback):
+            return _no(answer)
+        if len(answer) <= self._cache.maxsize:
+            self._cache[key] = answer
+        return Tokens(answer, prompts=prompts)
+
+    async def _ask_any(self, payload: bytes, replicas: Sequence[Replica]) -> array[int] | Fallback:
+        """Asks one replica, another one if that fails, all within the deadline."""
+        now = self._clock()
+        able = [replica for replica in replicas if replica.tokenize_missing_until <= now]
+        if not able:
+            return fallback.TOKENIZE_MISSING
+        self._rng.shuffle(able)
+        why = fallback.TOKENIZE_FAILED
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for replica in able:
+                    answer = await self._ask(replica, payload)
+                    if not isinstance(answer, Fallback) or answer is fallback.TOKENIZE_REFUSED:
+                        return answer
+                    why = answer
+        except TimeoutError:
+            return fallback.TOKENIZE_TIMEOUT
+        return why
+
+    async def _ask(self, replica: Replica, payload: bytes) -> array[int] | Fallback:
+        try:
+            async with self._session.post(
+                replica.url + "/tokenize",
+                data=io.BytesIO(payload),
+                headers={"Content-Type": "application/json"},
+                allow_redirects=False,
+            ) as answer:
+                status, content = answer.status, await answer.read()
+        except (aiohttp.ClientError, OSError) as error:
+            # A time-out of the whole is the caller's; an OSError here may be a TimeoutError of the connect.
+            replica.last_error = f"/tokenize: {error or type(error).__name__}"
+            return fallback.TOKENIZE_FAILED
+        if status == 200:
+            try:
+                return token_array(_decode_answer(content).tokens)
+            except (msgspec.MsgspecError, ValueError):
+                replica.last_error = "/tokenize answered what makes no sense"
+                return fallback.TOKENIZE_FAILED
+        if status in (404, 405, 501) and not _is_about_model(content):
+            replica.tokenize_missing_until = self._clock() + MISSING_FOR_S
+            return fallback.TOKENIZE_MISSING
+        return fallback.TOKENIZE_REFUSED if status < 500 else fallback.TOKENIZE_FAILED
+
+
+def _is_about_model(content: bytes) -> bool:
+    """Whether a 404 says that the model is unknown (and not the path)."""
+    try:
+        error = _decode_error(content).error
+    except msgspec.MsgspecError:
+        return False
+    return error.param == "model" or error.type == "NotFoundError"

@@ -1,0 +1,173 @@
+"""OpenTelemetry spans of requests and decisions, exported over OTLP/HTTP when the environment names a
+collector.
+
+Attributes hold names, counts and reasons: never a prompt, tokens, a salt or a key.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from multidict import CIMultiDict
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.propagators.textmap import Getter
+from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from router.decision import Decision
+from router.logs import OncePerInterval
+
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+SHUTDOWN_LIMIT_S = 2.0
+EXPORT_TIMEOUT_S = 5
+_NOISY = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
+
+
+class _Headers(Getter[Mapping[str, str]]):
+    def get(self, carrier: Mapping[str, str], key: str) -> list[str] | None:
+        value = carrier.get(key)
+        return None if value is None else [value]
+
+    def keys(self, carrier: Mapping[str, str]) -> list[str]:
+        return list(carrier.keys())
+
+
+class Tracing:
+    """Makes spans. Without a tracer it does nothing and leaves trace headers as they came."""
+
+    def __init__(self, tracer: Tracer | None = None, close: Callable[[], None] = lambda: None) -> None:
+        self._tracer = tracer
+        self._close = close
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextmanager
+    def request(self, headers: Mapping[str, str], path: str, request_id: str) -> Iterator[Span]:
+        """The span of one request; a valid inbound ``traceparent`` is its parent, a malformed one is as
+        none.
+        """
+        if self._tracer is None:
+            yield INVALID_SPAN
+            return
+        parent: Context = self._propagator.extract(headers, getter=_Headers())
+        attributes = {"url.path": path, "warmroute.request_id": request_id}
+        with self._tracer.start_as_current_span(
+            "warmroute.request", parent, kind=SpanKind.SERVER, attributes=attributes, record_exception=False
+        ) as span:
+            yield span
+
+    @contextmanager
+    def decide(self) -> Iterator[Span]:
+        """The span of one decision, inside the request's."""
+        if self._tracer is None:
+            yield INVALID_SPAN
+            return
+        with self._tracer.start_as_current_span("warmroute.decide", record_exception=False) as span:
+            yield span
+
+    def inject(self, headers: CIMultiDict[str]) -> None:
+        """Makes the current span the parent of what the replica traces. Baggage passes as it came."""
+        if self._tracer is not None:
+            for name in ("traceparent", "tracestate"):
+                headers.popall(name, None)
+            self._propagator.inject(headers)
+
+    def close(self) -> None:
+        """Exports what is left; returns within two seconds, collector or not."""
+        self._close()
+
+
+def start_tracing(environment: Mapping[str, str] = os.environ) -> Tracing:
+    """Tracing as the environment asks for it. The exporter reads the other OTEL_* variables itself."""
+    if not any(environment.get(name) for name in ENDPOINT_VARIABLES):
+        return Tracing()
+    for name in _NOISY:
+        logging.getLogger(name).addFilter(OncePerInterval())
+    resource = Resource.create(
+        {
+            SERVICE_NAME: environment.get("OTEL_SERVICE_NAME", "warmroute-router"),
+            SERVICE_INSTANCE_ID: f"{os.uname().nodename}-{os.getpid()}",
+        }
+    )
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_TIMEOUT_S)))
+    return Tracing(provider.get_tracer("warmroute.router"), lambda: _shut_down(provider))
+
+
+def _shut_down(provider: TracerProvider) -> None:
+    # The processor waits up to 30 s for a collector that does not answer; a daemon thread need not be waited
+    # for.
+    thread = threading.Thread(target=provider.shutdown, name="trace-shutdown", daemon=True)
+    thread.start()
+    thread.join(SHUTDOWN_LIMIT_S)
+
+
+def describe_decision(span: Span, decision: Decision) -> None:
+    """Writes a decision into its span: every candidate with its match and cost, and which one was taken."""
+    if not span.is_recording():
+        return
+    ranked = decision.ranked
+    span.set_attributes(
+        {
+            "warmroute.policy": decision.policy,
+            "warmroute.mode": decision.mode,
+            "warmroute.reason": decision.reason,
+            "warmroute.attempt": decision.attempt,
+            "warmroute.chosen": _stream_name(decision.chosen),
+            "warmroute.candidates": [_stream_name(item.candidate.stream) for item in ranked],
+            "warmroute.candidates.matched_tokens": [item.candidate.matched_tokens or 0 for item in ranked],
+            "warmroute.candidates.cost": [item.cost for item in ranked],
+            "warmroute.candidates.terms": [
+                " ".join(f"{name}={value:g}" for name, value in item.terms.items()) for item in ranked
+            ],
+        }
+    )
+    counts = {
+        "gen_ai.request.model": decision.model,
+        "warmroute.prompt_tokens": decision.prompt_tokens,
+        "warmroute.predicted_cached_tokens": decision.matched_tokens,
+        "warmroute.best_available_tokens": decision.best_available_tokens,
+        "warmroute.fallback": decision.fallback,
+    }
+    span.set_attributes({name: value for name, value in counts.items() if value is not None})
+
+
+def describe_request(
+    span: Span, decision: Decision | None, status: str, actual_cached_tokens: int | None
+) -> None:
+    """Writes the outcome into the request's span."""
+    if not span.is_recording():
+        return
+    span.set_attribute("warmroute.status", status)
+    if status.isdecimal():
+        span.set_attribute("http.response.status_code", int(status))
+    if not status.isdecimal() or int(status) >= 500:
+        span.set_status(Status(StatusCode.ERROR, status))
+    if decision is None:
+        return
+    span.set_attributes(
+        {
+            "warmroute.replica": decision.chosen[0],
+            "warmroute.rank": decision.chosen[1],
+            "warmroute.policy": decision.policy,
+            "warmroute.reason": decision.reason,
+        }
+    )
+    counts = {
+        "gen_ai.request.model": decision.model,
+        "warmroute.prompt_tokens": decision.prompt_tokens,
+        "warmroute.predicted_cached_tokens": decision.matched_tokens,
+        "warmroute.actual_cached_tokens": actual_cached_tokens,
+    }
+    span.set_attributes({name: value for name, value in counts.items() if value is not None})
+
+
+def _stream_name(stream: tuple[str, int]) -> str:
+    return f"{stream[0]}/{stream[1]}"

@@ -1,0 +1,132 @@
+"""The one seam to the engines: sends a request, hands back the answer's head and then its bytes as they
+come.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Protocol
+
+import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from router.errors import (
+    BrokenAnswerError,
+    DisconnectedError,
+    UnreachableError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
+
+KEEPALIVE_S = 4.0
+"""Idle connections are closed before the engine does it: uvicorn, which vLLM runs on, waits 5 s."""
+MAX_HEADER_BYTES = 64 * 1024
+READ_BUFFER_BYTES = 256 * 1024
+DNS_TTL_S = 10
+
+
+class UpstreamAnswer(Protocol):
+    """An answer whose head is known."""
+
+    status: int
+    headers: CIMultiDictProxy[str]
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes, untouched. Raises UpstreamError when it ends before it is complete."""
+        ...
+
+    def close(self) -> None:
+        """Lets the connection go: kept if the body was read to its end, else closed. May be called twice."""
+        ...
+
+
+class Upstream(Protocol):
+    """Sends requests to engines."""
+
+    async def send(self, method: str, url: str, headers: CIMultiDict[str], body: bytes) -> UpstreamAnswer:
+        """The answer's head.
+
+        Raises UnreachableError, DisconnectedError, UpstreamTimeoutError, UpstreamError.
+        """
+        ...
+
+
+def upstream_session(connect_timeout_s: float, idle_timeout_s: float) -> aiohttp.ClientSession:
+    """A session for LLM traffic: no limit on connections or on total time, bytes as they are."""
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_note_reuse)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=DNS_TTL_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        trace_configs=[trace],
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+        read_bufsize=READ_BUFFER_BYTES,
+    )
+
+
+async def _note_reuse(
+    session: aiohttp.ClientSession, context: SimpleNamespace, params: aiohttp.TraceConnectionReuseconnParams
+) -> None:
+    noted = context.trace_request_ctx
+    if noted is not None:
+        noted.reused = True
+
+
+class AiohttpUpstream:
+    """The upstream over aiohttp's client."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def send(self, method: str, url: str, headers: CIMultiDict[str], body: bytes) -> UpstreamAnswer:
+        connection = SimpleNamespace(reused=False)
+        try:
+            answer = await self._session.request(
+                method,
+                URL(url, encoded=True),
+                headers=headers,
+                # As a file: aiohttp writes it in pieces, where bytes would go out in one long step.
+                data=io.BytesIO(body) if body else None,
+                allow_redirects=False,
+                trace_request_ctx=connection,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise UnreachableError(_told(error)) from error
+        except (aiohttp.ServerTimeoutError, TimeoutError) as error:
+            raise UpstreamTimeoutError("no answer within the idle timeout") from error
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError) as error:
+            raise DisconnectedError(_told(error), stale=connection.reused) from error
+        except aiohttp.ClientError as error:
+            raise UpstreamError(f"an answer that is no HTTP: {_told(error)}") from error
+        return _AiohttpAnswer(answer)
+
+
+class _AiohttpAnswer:
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+        self.status = answer.status
+        self.headers = answer.headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._answer.content.iter_any():
+                yield chunk
+        except (aiohttp.ServerTimeoutError, TimeoutError) as error:
+            raise UpstreamTimeoutError("the replica was silent for longer than the idle timeout") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise BrokenAnswerError(f"the replica's answer broke off: {_told(error)}") from error
+
+    def close(self) -> None:
+        # Closing is a no-op for an answer that was read to its end: its connection is back in the pool.
+        self._answer.close()
+
+
+def _told(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,278 @@
+"""Engines that do as a test tells them, and routers in front of them: all over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from indexer.reader import Matched
+from router.errors import LookupFailedError
+from router.service import RouterApp, listening, router_app
+from router.settings import RouterSettings
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+DEADLINE_S = 10.0
+
+
+async def wait_until(true: Callable[[], bool], what: str) -> None:
+    """Waits for what real sockets bring about; fails after ten seconds."""
+    end = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < end, f"timed out waiting until {what}"
+        await asyncio.sleep(0.005)
+
+
+def fake_tokens(body: dict[str, Any]) -> list[int]:
+    """What the fake engine takes as the prompt's tokens: the bytes of its prompt or messages."""
+    text = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
+    return list(text.encode())
+
+
+class FakeEngine:
+    """An OpenAI-like server. Tests set its attributes, and ``answer`` for the generating paths."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.model = "m"
+        self.cards: list[dict[str, Any]] = [{"id": "m", "object": "model", "max_model_len": 4096}]
+        self.health_status = 200
+        self.event_sources: dict[str, Any] | None = None
+        self.tokenize: Handler | None = self._tokenize
+        self.answer: Handler = self._answer
+        self.requests: list[web.Request] = []
+        self.bodies: list[bytes] = []
+        self.tokenized = 0
+        self.open = 0
+        self.most_open = 0
+        self.cancelled = 0
+        self.runner: web.AppRunner | None = None
+
+    @property
+    def generated(self) -> int:
+        """How many requests came to be answered."""
+        return len(self.requests)
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application(client_max_size=256 * 1024 * 1024)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/kv_event_sources", self._sources)
+        app.router.add_post("/tokenize", self._count_tokenize)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self.runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1, auto_decompress=False
+        )
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", port, reuse_address=True).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=self.health_status)
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": self.cards})
+
+    async def _sources(self, _: web.Request) -> web.Response:
+        if self.event_sources is None:
+            raise web.HTTPNotFound
+        return web.json_response(self.event_sources)
+
+    async def _count_tokenize(self, request: web.Request) -> web.StreamResponse:
+        self.tokenized += 1
+        if self.tokenize is None:
+            raise web.HTTPNotFound
+        return await self.tokenize(request)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens = fake_tokens(await request.json())
+        return web.json_response({"count": len(tokens), "max_model_len": 4096, "tokens": tokens})
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.requests.append(request)
+        self.bodies.append(body)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        try:
+            return await self.answer(request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.open -= 1
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(self.bodies[-1])
+        if body.get("stream"):
+            return await stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"])
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+        return web.json_response({"choices": [{"index": 0, "text": "ok"}], "usage": usage})
+
+
+async def stream(
+    request: web.Request, chunks: Sequence[bytes], between: Callable[[], Awaitable[None]] | None = None
+) -> web.StreamResponse:
+    """An SSE answer of ``chunks``; ``between`` is awaited after each."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for chunk in chunks:
+        await response.write(chunk)
+        if between is not None:
+            await between()
+    return response
+
+
+class FakeLookup:
+    """An index that says what a test wants: a match by stream, or a failure."""
+
+    def __init__(self, *matches: Matched) -> None:
+        self.matches = list(matches)
+        self.failure: Exception | None = None
+        self.asked: list[tuple[str, array[int], str | None, str | None]] = []
+
+    async def match(
+        self, model: str, tokens: array[int], lora_name: str | None, cache_salt: str | None
+    ) -> list[Matched]:
+        self.asked.append((model, tokens, lora_name, cache_salt))
+        if self.failure is not None:
+            raise self.failure
+        return list(self.matches)
+
+    async def close(self) -> None:
+        pass
+
+
+def matched(
+    instance: str,
+    tokens: int,
+    *,
+    rank: int = 0,
+    block_size: int = 16,
+    state: str = "live",
+    weight: float = 1.0,
+) -> Matched:
+    """A stream that holds ``tokens`` leading tokens on the GPU."""
+    return Matched(instance, rank, block_size, state, weight, tokens, tokens, tokens, 1, 1)
+
+
+class RunningRouter:
+    """A router that listens, and a client for it."""
+
+    def __init__(self, parts: RouterApp, url: str, client: aiohttp.ClientSession) -> None:
+        self.parts = parts
+        self.url = url
+        self.client = client
+
+    async def complete(self, prompt: Any = "hello", **fields: Any) -> aiohttp.ClientResponse:
+        """One completion, read to its end."""
+        body = {"model": "m", "prompt": prompt, **fields}
+        async with self.client.post(f"{self.url}/v1/completions", json=body) as response:
+            await response.read()
+            return response
+
+    async def get(self, path: str) -> Any:
+        async with self.client.get(self.url + path) as response:
+            return await response.json()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """A sample of the router's own registry; 0 when it is not there."""
+        return self.parts.metrics.registry.get_sample_value(f"warmroute_router_{name}", labels) or 0.0
+
+    def idle(self) -> bool:
+        """Whether nothing is booked as in flight."""
+        return not list(self.parts.load.items())
+
+
+StartEngine = Callable[..., Awaitable[FakeEngine]]
+StartRouter = Callable[..., Awaitable[RunningRouter]]
+
+
+@asynccontextmanager
+async def running_router(
+    *engines: FakeEngine | str, lookup: Any = None, recorder: Any = None, wait: bool = True, **settings: Any
+) -> AsyncIterator[RunningRouter]:
+    lines = tuple(
+        f"e{number}={engine.url}" if isinstance(engine, FakeEngine) else engine
+        for number, engine in enumerate(engines)
+    )
+    values: dict[str, Any] = {
+        "listen": "127.0.0.1:0",
+        "replica": lines,
+        "health_interval_s": 0.05,
+        "grace_s": 0.2,
+        "seed": 1,
+    }
+    async with (
+        router_app(RouterSettings(**(values | settings)), lookup=lookup, recorder=recorder) as parts,
+        listening(parts) as url,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as client,
+    ):
+        if wait:
+            replicas = parts.fleet.replicas.values()
+            await wait_until(lambda: all(r.models is not None for r in replicas), "all replicas are known")
+        yield RunningRouter(parts, url, client)
+
+
+@pytest.fixture
+async def start_engine() -> AsyncIterator[StartEngine]:
+    started: list[FakeEngine] = []
+
+    async def start(**attributes: Any) -> FakeEngine:
+        engine = FakeEngine()
+        for name, value in attributes.items():
+            setattr(engine, name, value)
+        await engine.start()
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        await engine.stop()
+
+
+@pytest.fixture
+async def start_router(start_engine: StartEngine) -> AsyncIterator[StartRouter]:
+    async with AsyncExitStack() as stack:
+
+        async def start(*engines: FakeEngine | str, **settings: Any) -> RunningRouter:
+            return await stack.enter_async_context(running_router(*engines, **settings))
+
+        yield start
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool], str], Awaitable[None]]:
+    return wait_until
+
+
+@pytest.fixture
+def kit() -> Any:
+    """The helpers of this file, for tests: pytest imports no conftest by name."""
+
+    class Kit:
+        lookup = FakeLookup
+        matched = staticmethod(matched)
+        stream = staticmethod(stream)
+        wait_until = staticmethod(wait_until)
+        running_router = staticmethod(running_router)
+        failure = LookupFailedError
+
+    return Kit

@@ -1,0 +1,197 @@
+"""The whole path with the real indexer in a process of its own and simulated engines: prediction equals
+report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from simulator.engine import Engine
+from simulator.settings import EngineSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEM = "You are a helpful assistant that knows everything about caches and answers at length. " * 6
+
+
+class IndexerProcess:
+    """``warmroute indexer`` as people run it."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self.url = ""
+
+    async def start(self, listen: str = "127.0.0.1:0") -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "warmroute", "indexer", "--map", str(self._store), "--listen", listen),
+            stderr=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        assert self._process.stderr is not None
+        async with asyncio.timeout(30):
+            while b"listening on " not in (line := await self._process.stderr.readline()):
+                assert line, "the indexer ended"
+        self.url = line.decode().rpartition("listening on ")[2].strip()
+        self._drain = asyncio.create_task(self._process.stderr.read())
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+        self._drain.cancel()
+
+
+@asynccontextmanager
+async def engines(count: int, **settings: Any) -> AsyncIterator[list[Engine]]:
+    async with AsyncExitStack() as stack:
+        values = {"listen": "127.0.0.1:0", "events": "tcp://*:0", "replay": "tcp://*:0", "block_size": 16}
+        values |= {"prefill_rate": 200_000.0, "decode_rate": 2000.0}
+        yield [
+            await stack.enter_async_context(Engine(EngineSettings(**(values | settings))))
+            for _ in range(count)
+        ]
+
+
+@pytest.fixture
+async def indexer(tmp_path: Path) -> AsyncIterator[IndexerProcess]:
+    process = IndexerProcess(tmp_path / "map")
+    await process.start()
+    yield process
+    await process.kill()
+
+
+async def until_live(client: aiohttp.ClientSession, router: Any, wait_until: Callable[..., Any]) -> None:
+    """Waits until all replicas are registered and the index holds every stream for live."""
+
+    def registered() -> bool:
+        return all(len(r.sources) == len(r.ranks) for r in router.parts.fleet.replicas.values())
+
+    await wait_until(registered, "sources are known")
+    states: list[str | None] = []
+    for _ in range(500):
+        body = {"prompt": [1, 2], "max_tokens": 1}
+        async with client.post(f"{router.url}/v1/completions", json=body) as response:
+            assert response.status == 200
+        ranked = (await router.get("/debug/decisions?limit=1"))["decisions"][0]["ranked"]
+        states = [item["candidate"]["state"] for item in ranked]
+        if set(states) == {"live"}:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"streams are {states}")
+
+
+async def turn(client: aiohttp.ClientSession, url: str, messages: list[Any]) -> tuple[Any, Any]:
+    body = {"model": "model", "messages": messages, "max_tokens": 8}
+    async with client.post(f"{url}/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+        return response.headers, await response.json()
+
+
+@pytest.mark.parametrize("way", ["map", "http"])
+async def test_a_conversation_stays_where_it_is_warm_and_every_prediction_is_exact(
+    indexer: IndexerProcess, tmp_path: Path, kit: Any, way: str
+) -> None:
+    index = {"map": str(tmp_path / "map")} if way == "map" else {"indexer": indexer.url}
+    async with (
+        engines(2) as fleet,
+        kit.running_router(*(f"v{n}={engine.url}" for n, engine in enumerate(fleet)), **index) as router,
+        aiohttp.ClientSession() as client,
+    ):
+        await until_live(client, router, kit.wait_until)
+        replicas, hits = set(), 0
+        messages: list[Any] = [{"role": "system", "content": SYSTEM}]
+        for number in range(5):
+            messages.append({"role": "user", "content": f"question {number}?"})
+            headers, answer = await turn(client, router.url, messages)
+            usage = answer["usage"]
+            assert int(headers["x-warmroute-prompt-tokens"]) == usage["prompt_tokens"]
+            assert (
+                int(headers["x-warmroute-matched-tokens"]) == usage["prompt_tokens_details"]["cached_tokens"]
+            )
+            replicas.add(headers["x-warmroute-replica"])
+            hits += usage["prompt_tokens_details"]["cached_tokens"]
+            messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+            # Events reach the map some milliseconds after the answer.
+            await asyncio.sleep(0.1)
+        assert len(replicas) == 1
+        assert hits > 4 * 400
+        assert router.idle()
+
+
+async def test_ranks_of_one_replica_are_matched_and_pinned(
+    indexer: IndexerProcess, tmp_path: Path, kit: Any
+) -> None:
+    async with (
+        engines(1, ranks=2, events=_free_pair(), replay=_free_pair()) as fleet,
+        kit.running_router(f"v0={fleet[0].url}", map=str(tmp_path / "map")) as router,
+        aiohttp.ClientSession() as client,
+    ):
+        await kit.wait_until(
+            lambda: router.parts.fleet.replicas["v0"].ranks == (0, 1), "both ranks are known"
+        )
+        await until_live(client, router, kit.wait_until)
+        chosen = set()
+        for _ in range(4):
+            headers, answer = await turn(client, router.url, [{"role": "user", "content": SYSTEM}])
+            assert (
+                int(headers["x-warmroute-matched-tokens"])
+                == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            )
+            chosen.add((await router.get("/debug/decisions?limit=1"))["decisions"][0]["chosen"][1])
+            await asyncio.sleep(0.1)
+        assert len(chosen) == 1
+
+
+def _free_pair() -> str:
+    """An endpoint whose port and the next one are free."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return f"tcp://*:{port}"
+
+
+@pytest.mark.parametrize("way", ["map", "http"])
+async def test_a_dead_indexer_costs_no_request_and_its_return_brings_the_hits_back(
+    indexer: IndexerProcess, tmp_path: Path, kit: Any, way: str
+) -> None:
+    address = indexer.url.removeprefix("http://")
+    index = {"map": str(tmp_path / "map")} if way == "map" else {"indexer": indexer.url}
+    async with (
+        engines(2) as fleet,
+        kit.running_router(*(f"v{n}={engine.url}" for n, engine in enumerate(fleet)), **index) as router,
+        aiohttp.ClientSession() as client,
+    ):
+        await until_live(client, router, kit.wait_until)
+        messages = [{"role": "user", "content": SYSTEM}]
+        first, _ = await turn(client, router.url, messages)
+        await asyncio.sleep(0.1)
+        await indexer.kill()
+        headers, _ = await turn(client, router.url, messages)
+        if way == "http":
+            assert headers["x-warmroute-reason"].startswith("fallback: the indexer cannot be reached")
+        else:
+            # The map outlives its writer, and is believed for a while.
+            assert headers["x-warmroute-replica"] == first["x-warmroute-replica"]
+        await indexer.start(address)
+        await until_live(client, router, kit.wait_until)
+        # A stream counts again only once its continuity is proven, each at its own time.
+        async with asyncio.timeout(10):
+            while True:
+                headers, answer = await turn(client, router.url, messages)
+                cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+                if int(headers["x-warmroute-matched-tokens"]) == cached > 400:
+                    break
+                await asyncio.sleep(0.05)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from router.errors import RefusedError
+from router.prompt import UnreadableBodyError, model_of, read_body
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nonsense", b"[]", b'"text"', b"null", b"\xff\xfe", b"[" * 100_000]
+)
+def test_what_is_no_json_object_is_refused_with_400(body: bytes) -> None:
+    with pytest.raises(RefusedError) as caught:
+        read_body(body)
+    assert caught.value.status == 400
+
+
+def test_a_model_that_is_no_text_is_refused_with_its_name() -> None:
+    with pytest.raises(RefusedError) as caught:
+        read_body(b'{"model": 5}')
+    assert (caught.value.status, caught.value.param) == (400, "body.model")
+
+
+@pytest.mark.parametrize("body", [b'{"temperature": NaN}', b'{"prompt": "\\ud800"}'])
+def test_json_that_only_python_reads_is_left_to_the_engine(body: bytes) -> None:
+    try:
+        read_body(body)
+    except UnreadableBodyError:
+        return
+    # What msgspec takes as well is fine too; it must only never be refused.
+
+
+def test_a_missing_model_is_the_engines_default() -> None:
+    assert read_body(b'{"prompt": "x"}').model is None
+
+
+@pytest.mark.parametrize(
+    ("body", "reads"),
+    [
+        (b'{"prompt":"x"}', True),
+        (b'{"prompt":"x","prompt_logprobs":1}', False),
+        (b'{"prompt":"x","prompt_logprobs":0}', False),
+        (b'{"prompt":"x","echo":true,"logprobs":1}', False),
+        (b'{"prompt":"x","echo":true}', True),
+    ],
+)
+def test_prompt_log_probabilities_keep_the_engine_from_its_cache(body: bytes, reads: bool) -> None:
+    assert read_body(body).reads_cache is reads
+
+
+def test_the_model_of_other_paths_is_read_only_from_json() -> None:
+    assert model_of(b'{"model":"e"}', "application/json") == "e"
+    assert model_of(b'{"model":"e"}', "multipart/form-data") is None
+    assert model_of(b"nonsense", "application/json") is None

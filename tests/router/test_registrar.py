@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+
+from indexer.errors import IndexerAnswerError, IndexerUnreachableError
+from indexer.registration import Registration
+from router.fleet import Fleet
+from router.registrar import Registrar, registrations, streams_of
+from router.replicas import Models, parse_replica
+
+
+class Indexer:
+    """An indexer as far as the registrar sees it."""
+
+    def __init__(self) -> None:
+        self.streams: dict[tuple[str, int], Registration] = {}
+        self.calls = 0
+        self.reachable = True
+        self.refuses: str | None = None
+
+    async def register(self, registration: Registration) -> None:
+        self.calls += 1
+        if registration.instance_id == self.refuses:
+            raise IndexerAnswerError("400 no", 400)
+        self.streams[str(registration.instance_id), registration.dp_rank] = registration
+
+    async def workers(self) -> list[dict[str, Any]]:
+        if not self.reachable:
+            raise IndexerUnreachableError("no answer")
+        return [
+            {"instance_id": name, "endpoints": {str(rank): said.endpoint}}
+            for (name, rank), said in self.streams.items()
+        ]
+
+
+def fleet_of(session: aiohttp.ClientSession, *lines: str) -> Fleet:
+    fleet = Fleet([parse_replica(line) for line in lines], session)
+    for replica in fleet.replicas.values():
+        replica.models = Models("m", ("alias",))
+    return fleet
+
+
+def registrar_of(fleet: Fleet, indexer: Indexer, url: str | None = "http://i") -> Registrar:
+    async def address() -> str | None:
+        return url
+
+    return Registrar(fleet, address, lambda _: indexer, interval_s=0.01)
+
+
+LINES = ("a=http://h:1,events=tcp://h:5557,replay=tcp://h:5657,ranks=2", "b=http://h:2")
+
+
+async def test_every_rank_with_events_is_registered_once() -> None:
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        registrar = registrar_of(fleet_of(session, *LINES), indexer)
+        await registrar.reconcile()
+        await registrar.reconcile()
+    assert indexer.calls == 2
+    assert indexer.streams["a", 1] == Registration(
+        instance_id="a",
+        endpoint="tcp://h:5558",
+        replay_endpoint="tcp://h:5658",
+        model_name="m",
+        aliases=("alias",),
+        dp_rank=1,
+    )
+    assert registrar.registered() == {("a", 0), ("a", 1)}
+
+
+async def test_what_an_indexer_forgot_is_registered_again() -> None:
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        registrar = registrar_of(fleet_of(session, *LINES), indexer)
+        await registrar.reconcile()
+        indexer.streams.clear()
+        await registrar.reconcile()
+    assert set(indexer.streams) == {("a", 0), ("a", 1)}
+
+
+async def test_a_changed_replica_is_registered_anew() -> None:
+    async with aiohttp.ClientSession() as session:
+        indexer, fleet = Indexer(), fleet_of(session, *LINES)
+        registrar = registrar_of(fleet, indexer)
+        await registrar.reconcile()
+        fleet.replicas["a"].models = Models("m2")
+        await registrar.reconcile()
+    assert {said.model_name for said in indexer.streams.values()} == {"m2"}
+
+
+async def test_one_refused_registration_does_not_keep_the_others_out() -> None:
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        indexer.refuses = "a"
+        registrar = registrar_of(fleet_of(session, LINES[0], "c=http://h:3,events=tcp://h:9"), indexer)
+        await registrar.reconcile()
+    assert set(indexer.streams) == {("c", 0)}
+    assert registrar.last_error is not None
+    assert "a rank 0" in registrar.last_error
+
+
+async def test_it_goes_on_when_the_indexer_was_away(until: Any) -> None:
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        indexer.reachable = False
+        registrar = registrar_of(fleet_of(session, *LINES), indexer)
+        registrar.start()
+        await until(lambda: registrar.last_error is not None, "the failure is noted")
+        indexer.reachable = True
+        await until(lambda: len(indexer.streams) == 2, "both ranks are registered")
+        await registrar.close()
+
+
+async def test_nothing_is_asked_while_nobody_knows_the_address() -> None:
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        registrar = registrar_of(fleet_of(session, *LINES), indexer, url=None)
+        await registrar.reconcile()
+    assert indexer.calls == 0
+
+
+async def test_a_topic_is_registered_only_in_bind_mode() -> None:
+    async with aiohttp.ClientSession() as session:
+        fleet = fleet_of(
+            session,
+            "a=http://h:1,events=bind:tcp://0.0.0.0:5557,topic=kv@a@m",
+            "b=http://h:2,events=tcp://h:5557,topic=kv@b@m",
+        )
+        topics = [registrations(replica)[0].topic for replica in fleet.replicas.values()]
+    assert topics == ["kv@a@m", None]
+
+
+def test_instance_ids_of_any_kind_are_one_with_their_text() -> None:
+    assert streams_of([{"instance_id": 1, "endpoints": {"0": "x"}}, {"instance_id": "b"}]) == {("1", 0)}

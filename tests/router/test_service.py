@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from router.errors import ListenError, RouterError, SettingsError
+from router.service import listening, router_app
+from router.settings import RouterSettings, host_and_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def start(settings: RouterSettings) -> None:
+    async with router_app(settings) as router, listening(router):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"policy": "cache-awere"}, "cache-awere"),
+        ({"replica": ("a=http://h:1", "a=http://h:2")}, "a is given twice"),
+        ({"replica": ("nonsense",)}, "nonsense"),
+        ({"listen": "8080"}, "8080"),
+        ({"listen": "127.0.0.1:99999"}, "99999"),
+        ({"indexer": "127.0.0.1:9400"}, "127.0.0.1:9400"),
+        ({"map": __file__}, "is a file"),
+        ({"max_inflight": 0}, "--max-inflight 0"),
+    ],
+)
+async def test_bad_settings_keep_it_from_starting_and_the_message_names_them(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        await start(RouterSettings(**settings))
+
+
+async def test_a_port_in_use_is_told_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ListenError) as caught:
+            await start(RouterSettings(listen=address))
+    assert str(caught.value) == f"cannot listen on {address}: address already in use; choose another --listen"
+    assert isinstance(caught.value, RouterError)
+
+
+def test_ipv6_addresses_are_understood() -> None:
+    assert host_and_port("[::1]:8080") == ("::1", 8080)
+
+
+async def test_op03_a_router_alone_starts_and_answers_503_with_retry_after(start_router: Any) -> None:
+    router = await start_router()
+    for path in ("/v1/completions", "/v1/embeddings"):
+        async with router.client.post(router.url + path, json={"model": "m", "prompt": "x"}) as response:
+            assert response.status == 503
+            assert int(response.headers["Retry-After"]) > 0
+            assert response.headers["x-warmroute-reason"] == "no replica"
+            assert (await response.json())["error"]["type"] == "ServiceUnavailableError"
+    async with router.client.get(f"{router.url}/ready") as response:
+        assert response.status == 503
+    async with router.client.get(f"{router.url}/health") as response:
+        assert response.status == 200
+
+
+async def test_px14_503_only_when_no_replica_is_healthy(
+    start_engine: Any, start_router: Any, until: Any
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    engine.health_status = 500
+    await until(lambda: not router.parts.fleet.usable(), "it is down")
+    response = await router.complete("x")
+    assert (response.status, response.headers["x-warmroute-reason"]) == (503, "no healthy replica")
+    engine.health_status = 200
+    await until(lambda: bool(router.parts.fleet.usable()), "it is up")
+    assert (await router.complete("x")).status == 200
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"nonsense", b'{"model": 7}'])
+async def test_bad_json_is_400_in_openais_shape_and_reaches_no_engine(
+    start_engine: Any, start_router: Any, body: bytes
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        async with router.client.post(router.url + path, data=body) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"], error["type"]) == (400, 400, "Bad Request")
+            assert response.headers["x-warmroute-policy"] == "cache-aware"
+            assert "x-warmroute-replica" not in response.headers
+            assert response.headers["X-Request-Id"]
+    assert engine.generated == 0
+
+
+async def test_an_unknown_model_is_404_as_vllm_says_it(start_engine: Any, start_router: Any) -> None:
+    router = await start_router(await start_engine())
+    response = await router.complete("x", model="other")
+    assert response.status == 404
+    assert response.headers["x-warmroute-reason"] == "unknown model"
+    async with router.client.post(f"{router.url}/v1/completions", json={"model": "other"}) as again:
+        error = (await again.json())["error"]
+    assert error == {
+        "message": "The model `other` does not exist.",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": 404,
+    }
+
+
+async def test_a_missing_model_is_the_engines_own(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    async with router.client.post(f"{router.url}/v1/completions", json={"prompt": "x"}) as response:
+        assert response.status == 200
+    assert json.loads(engine.bodies[-1]) == {"prompt": "x"}
+
+
+async def test_two_models_go_to_their_own_replicas(start_engine: Any, start_router: Any) -> None:
+    first, second = await start_engine(), await start_engine(cards=[{"id": "other"}])
+    router = await start_router(first, second)
+    for model, replica in (("m", "e0"), ("other", "e1")) * 5:
+        assert (await router.complete("x", model=model)).headers["x-warmroute-replica"] == replica
+
+
+async def test_px15_models_are_listed_while_a_replica_is_down(
+    start_engine: Any, start_router: Any, until: Any
+) -> None:
+    first, second = await start_engine(), await start_engine(cards=[{"id": "other", "max_model_len": 9}])
+    third = await start_engine()
+    router = await start_router(first, second, third)
+    await third.stop()
+    await until(lambda: len(router.parts.fleet.usable()) == 2, "one is down")
+    data = (await router.get("/v1/models"))["data"]
+    assert [(card["id"], card.get("max_model_len")) for card in data] == [("m", 4096), ("other", 9)]
+
+
+async def test_rq17_full_replicas_are_passed_by_and_when_all_are_full_it_says_so_at_once(
+    start_engine: Any, start_router: Any, until: Any
+) -> None:
+    gate = asyncio.Event()
+
+    async def hold(_: web.Request) -> web.Response:
+        await gate.wait()
+        return web.json_response({})
+
+    engines = [await start_engine(answer=hold), await start_engine(answer=hold)]
+    router = await start_router(*engines, max_inflight=2)
+    tasks = [asyncio.create_task(router.complete("x")) for _ in range(4)]
+    await until(lambda: [engine.open for engine in engines] == [2, 2], "both are full")
+    response = await router.complete("x")
+    assert (response.status, response.headers["x-warmroute-reason"]) == (503, "saturated")
+    assert "Retry-After" in response.headers
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert (await router.complete("x")).status == 200
+
+
+async def test_debug_shows_replicas_and_decisions_with_every_cost_term(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    router = await start_router(
+        await start_engine(), await start_engine(), lookup=kit.lookup(kit.matched("e0", 32)), decisions_kept=2
+    )
+    for _ in range(3):
+        response = await router.complete(list(range(40)))
+    shown = (await router.get("/debug/decisions"))["decisions"]
+    assert len(shown) == 2
+    assert shown[0]["request_id"] == response.headers["X-Request-Id"]
+    best = shown[0]["ranked"][0]
+    assert best["terms"] == {"queued_prefill": 0.0, "in_flight": 0.0, "uncached": 8.0}
+    assert best["cost"] == 8.0
+    assert len((await router.get("/debug/decisions?limit=1"))["decisions"]) == 1
+    replica = (await router.get("/debug/replicas"))["replicas"][0]
+    assert (replica["name"], replica["health"], replica["model"]) == ("e0", "up", "m")
+
+
+async def test_metrics_are_in_prometheus_format(start_engine: Any, start_router: Any) -> None:
+    router = await start_router(await start_engine())
+    await router.complete("x", stream=True)
+    async with router.client.get(f"{router.url}/metrics") as response:
+        text = await response.text()
+    assert 'warmroute_router_requests_total{policy="cache-aware",replica="e0",status="200"} 1.0' in text
+    assert 'warmroute_router_inflight_requests{rank="0",replica="e0"} 0.0' in text
+    assert 'warmroute_router_ttft_seconds_count{policy="cache-aware",replica="e0"} 1.0' in text
+
+
+async def test_px13_health_answers_while_long_prompts_are_tokenised(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine())
+    slowest = 0.0
+
+    async def probe() -> None:
+        nonlocal slowest
+        loop = asyncio.get_running_loop()
+        while True:
+            begun = loop.time()
+            async with router.client.get(f"{router.url}/health"):
+                slowest = max(slowest, loop.time() - begun)
+            await asyncio.sleep(0.01)
+
+    probing = asyncio.create_task(probe())
+    await asyncio.gather(*(router.complete(f"{number} " + "word " * 20_000) for number in range(16)))
+    probing.cancel()
+    # The engine of the test shares this loop, so the bound is wide; it only must not be held for seconds.
+    assert slowest < 2
+
+
+async def running(*arguments: str) -> tuple[asyncio.subprocess.Process, str]:
+    """A router in a process of its own, and where it listens."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "warmroute",
+        "router",
+        "--listen",
+        "127.0.0.1:0",
+        *arguments,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(30):
+        while b"listening on " not in (line := await process.stderr.readline()):
+            assert line, "the router ended"
+    return process, line.decode().rpartition("listening on ")[2].strip()
+
+
+async def test_px17_at_sigterm_open_streams_finish_idle_connections_close_and_it_exits(
+    start_engine: Any, kit: Any
+) -> None:
+    gate = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        async def wait() -> None:
+            await gate.wait()
+
+        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], wait)
+
+    engine = await start_engine(answer=answer)
+    process, url = await running("--replica", f"e0={engine.url}", "--grace-s", "20")
+    async with aiohttp.ClientSession() as client:
+        async with client.get(f"{url}/health") as response:
+            await response.read()
+        async with client.post(f"{url}/v1/completions", json={"prompt": [1], "stream": True}) as response:
+            await response.content.readexactly(10)
+            process.send_signal(signal.SIGTERM)
+            refused = False
+            async with asyncio.timeout(10):
+                while not refused:
+                    try:
+                        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+                        writer.close()
+                        await asyncio.sleep(0.01)
+                    except OSError:
+                        refused = True
+            gate.set()
+            assert (await response.content.read()).endswith(b"[DONE]\n\n")
+        async with asyncio.timeout(5):
+            assert await process.wait() == 0
+
+
+async def test_px17_a_stream_that_does_not_end_is_cut_after_the_grace(start_engine: Any, kit: Any) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        async def wait() -> None:
+            await asyncio.Event().wait()
+
+        return await kit.stream(request, [b"data: {}\n\n"], wait)
+
+    engine = await start_engine(answer=answer)
+    process, url = await running("--replica", f"e0={engine.url}", "--grace-s", "0.3")
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/v1/completions", json={"prompt": [1], "stream": True}) as response,
+    ):
+        await response.content.readexactly(10)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(5):
+            assert await process.wait() == 0
+    await kit.wait_until(lambda: engine.open == 0, "the engine is let go")

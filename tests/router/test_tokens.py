@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from router import fallback
+from router.prompt import read_body
+from router.replicas import Replica, parse_replica
+from router.tokens import MISSING_FOR_S, Tokenizer, tokenize_request, tokens_in_request
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def body(**fields: Any) -> Any:
+    return read_body(json.dumps({"model": "m", **fields}).encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids", "prompts"),
+    [([1, 2, 3], [1, 2, 3], 1), ([[4, 5], [6]], [4, 5], 2), ([[]], [], 1)],
+)
+def test_ix11_ids_in_the_request_are_taken_and_the_first_prompt_decides(
+    prompt: Any, ids: list[int], prompts: int
+) -> None:
+    tokens = tokens_in_request(body(prompt=prompt))
+    assert tokens is not None
+    assert (tokens.ids, tokens.prompts) == (array("I", ids), prompts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, fallback.NO_PROMPT),
+        ({"prompt": None}, fallback.NO_PROMPT),
+        ({"prompt": []}, fallback.NO_PROMPT),
+        ({"prompt": 5}, fallback.UNREADABLE_PROMPT),
+        ({"prompt": {"a": 1}}, fallback.UNREADABLE_PROMPT),
+        ({"prompt": [1, "x"]}, fallback.UNREADABLE_PROMPT),
+        ({"prompt": [1, -2]}, fallback.BAD_TOKEN_IDS),
+        ({"prompt": [1, 2**32]}, fallback.BAD_TOKEN_IDS),
+        ({"prompt_embeds": "AAAA"}, fallback.PROMPT_EMBEDS),
+        ({"prompt": "x", "truncate_prompt_tokens": 5}, fallback.TRUNCATED),
+        ({"messages": "x"}, fallback.UNREADABLE_MESSAGES),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+                ]
+            },
+            fallback.MULTIMODAL,
+        ),
+        ({"messages": [{"role": "user", "content": [{"text": "no type"}]}]}, fallback.MULTIMODAL),
+    ],
+)
+def test_ix11_what_has_no_known_tokens_says_why(fields: dict[str, Any], why: fallback.Fallback) -> None:
+    tokens = tokens_in_request(body(**fields))
+    assert tokens is not None
+    assert (tokens.ids, tokens.why_not) == (None, why)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "text"},
+        {"prompt": ["text", "more"]},
+        {"prompt": ""},
+        {"messages": [{"role": "user", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+    ],
+)
+def test_text_is_for_the_engine_to_tokenise(fields: dict[str, Any]) -> None:
+    assert tokens_in_request(body(**fields)) is None
+
+
+def test_ix09_chat_is_tokenised_with_all_that_its_tokens_depend_on() -> None:
+    fields: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "ö \U0001f600"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "chat_template": "{{ messages }}",
+        "chat_template_kwargs": {"a": 1},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "add_special_tokens": True,
+    }
+    asked = tokenize_request(body(**fields, temperature=1, stream=True, documents=[{"text": "d"}]))
+    assert asked is not None
+    assert json.loads(asked[0]) == {
+        "model": "m",
+        **fields,
+        "chat_template_kwargs": {"a": 1, "documents": [{"text": "d"}]},
+    }
+
+
+@pytest.mark.parametrize(("effort", "thinking"), [("high", True), ("none", False)])
+def test_ix09_reasoning_effort_goes_to_the_template_as_chat_sends_it(effort: str, thinking: bool) -> None:
+    asked = tokenize_request(body(messages=[], reasoning_effort=effort))
+    assert asked is not None
+    kwargs = json.loads(asked[0])["chat_template_kwargs"]
+    assert kwargs == {"reasoning_effort": effort, "enable_thinking": thinking}
+
+
+def test_a_completion_is_tokenised_with_its_special_tokens() -> None:
+    asked = tokenize_request(body(prompt=["a", "b"], add_special_tokens=False))
+    assert asked is not None
+    assert (json.loads(asked[0]), asked[1]) == ({"model": "m", "prompt": "a", "add_special_tokens": False}, 2)
+
+
+async def make(
+    *engines: Any, timeout_s: float = 5.0, cache_tokens: int = 1000
+) -> tuple[Any, Clock, list[Replica], Any]:
+    clock = Clock()
+    session = aiohttp.ClientSession()
+    tokenizer = Tokenizer(session, timeout_s=timeout_s, cache_tokens=cache_tokens, clock=clock)
+    replicas = [Replica(parse_replica(f"e{number}={engine.url}")) for number, engine in enumerate(engines)]
+    return tokenizer, clock, replicas, session
+
+
+async def test_a_prompt_is_asked_for_once_and_kept(start_engine: Any) -> None:
+    engine = await start_engine()
+    tokenizer, _, replicas, session = await make(engine)
+    async with session:
+        first = await tokenizer.tokens(body(prompt="hello"), replicas)
+        second = await tokenizer.tokens(body(prompt="hello"), replicas)
+    assert first.ids == second.ids == array("I", list(b"hello"))
+    assert engine.tokenized == 1
+
+
+async def test_ix10_another_model_is_another_prompt(start_engine: Any) -> None:
+    engine = await start_engine()
+    tokenizer, _, replicas, session = await make(engine)
+    async with session:
+        await tokenizer.tokens(body(prompt="hello"), replicas)
+        await tokenizer.tokens(read_body(b'{"model":"other","prompt":"hello"}'), replicas)
+    assert engine.tokenized == 2
+
+
+async def test_prompts_beyond_the_bound_are_forgotten(start_engine: Any) -> None:
+    engine = await start_engine()
+    tokenizer, _, replicas, session = await make(engine, cache_tokens=6)
+    async with session:
+        for prompt in ("hello", "world", "hello", "much longer than the bound"):
+            assert (await tokenizer.tokens(body(prompt=prompt), replicas)).ids == array(
+                "I", list(prompt.encode())
+            )
+    assert engine.tokenized == 4
+
+
+async def test_an_engine_without_tokenize_is_not_asked_again_for_a_minute(start_engine: Any) -> None:
+    engine = await start_engine(tokenize=None)
+    tokenizer, clock, replicas, session = await make(engine)
+    async with session:
+        for _ in range(3):
+            assert (await tokenizer.tokens(body(prompt="x"), replicas)).why_not is fallback.TOKENIZE_MISSING
+        assert engine.tokenized == 1
+        clock.now += MISSING_FOR_S + 1
+        await tokenizer.tokens(body(prompt="x"), replicas)
+    assert engine.tokenized == 2
+
+
+async def test_a_404_about_the_model_is_no_missing_tokenize(start_engine: Any) -> None:
+    async def unknown(_: web.Request) -> web.Response:
+        error = {
+            "message": "The model `x` does not exist.",
+            "type": "NotFoundError",
+            "param": "model",
+            "code": 404,
+        }
+        return web.json_response({"error": error}, status=404)
+
+    engine = await start_engine(tokenize=unknown)
+    tokenizer, _, replicas, session = await make(engine)
+    async with session:
+        assert (await tokenizer.tokens(body(prompt="x"), replicas)).why_not is fallback.TOKENIZE_REFUSED
+    assert replicas[0].tokenize_missing_until == 0
+
+
+async def test_another_engine_is_asked_when_one_fails(start_engine: Any) -> None:
+    async def broken(_: web.Request) -> web.Response:
+        return web.Response(status=500)
+
+    bad, good = await start_engine(tokenize=broken), await start_engine()
+    tokenizer, _, replicas, session = await make(bad, good)
+    async with session:
+        for number in range(20):
+            prompt = f"prompt {number}"
+            assert (await tokenizer.tokens(body(prompt=prompt), replicas)).ids == array(
+                "I", list(prompt.encode())
+            )
+    assert bad.tokenized > 0
+
+
+async def test_nonsense_from_tokenize_is_a_failure(start_engine: Any) -> None:
+    async def nonsense(_: web.Request) -> web.Response:
+        return web.json_response({"tokens": ["a"]})
+
+    engine = await start_engine(tokenize=nonsense)
+    tokenizer, _, replicas, session = await make(engine)
+    async with session:
+        assert (await tokenizer.tokens(body(prompt="x"), replicas)).why_not is fallback.TOKENIZE_FAILED
+
+
+async def test_px13_an_engine_that_does_not_answer_costs_no_more_than_the_deadline(start_engine: Any) -> None:
+    async def never(_: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engine = await start_engine(tokenize=never)
+    tokenizer, _, replicas, session = await make(engine, timeout_s=0.05)
+    async with session:
+        assert (await tokenizer.tokens(body(prompt="x"), replicas)).why_not is fallback.TOKENIZE_TIMEOUT
