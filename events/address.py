@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from events.schema import EventError
+
+MAX_PORT = 65535
+
+
+class AddressError(EventError, ValueError):
+    """An address that cannot be used; the message says what to write."""
+
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """The parts of ``HOST:PORT`` (``[::1]:8080`` for IPv6). Raises ValueError that says what to write."""
+    """The parts of ``HOST:PORT`` (``[::1]:8080`` for IPv6). Raises AddressError."""
     host, colon, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"--listen {listen!r} is no address; write HOST:PORT, such as 127.0.0.1:8080")
+    if not colon or not host or not port.isdecimal() or int(port) > MAX_PORT:
+        raise AddressError(f"--listen {listen!r} is no address; write HOST:PORT, such as 127.0.0.1:8080")
     return host, int(port)
 
 
@@ -17,3 +25,23 @@ def http_url(host: str, port: int) -> str:
     if host in ("0.0.0.0", "::", "*"):
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def offset_port(endpoint: str, rank: int) -> str:
+    """The endpoint of a data-parallel rank: port + rank; a port that the system chooses stays as it is.
+
+    As ``vllm/distributed/kv_events.py`` 0.32. Raises AddressError where vLLM has no rule either (ipc with
+    more than one rank), and where there is no such port.
+    """
+    if rank == 0:
+        return endpoint
+    if endpoint.startswith("inproc://"):
+        return f"{endpoint}_dp{rank}"
+    address, _, port = endpoint.rpartition(":")
+    if "tcp://" in address and port in ("0", "*"):
+        return endpoint
+    if "tcp://" not in address or not port.isdecimal():
+        raise AddressError(f"no endpoint for rank {rank} next to {endpoint!r}; use tcp://HOST:PORT")
+    if int(port) + rank > MAX_PORT:
+        raise AddressError(f"port {port} of {endpoint!r} leaves no port for rank {rank}; use a lower one")
+    return f"{address}:{int(port) + rank}"

@@ -29,3 +29,20 @@ class Throttled:
         if left_out:
             message, args = f"{message} (and %d times before)", (*args, left_out)
         self._log.warning(message, *args)
+
+
+class OncePerInterval(logging.Filter):
+    """Lets a logger's records of one message template through once a minute: for libraries that log as they
+    like.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._recent: TTLCache[str, None] = TTLCache(MAX_SUBJECTS, INTERVAL_S, timer=clock)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        template = str(record.msg)
+        if template in self._recent:
+            return False
+        self._recent[template] = None
+        return True

@@ -109,25 +109,6 @@ def binds(endpoint: str) -> bool:
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
-def offset_port(endpoint: str, rank: int) -> str:
-    """The endpoint of a data-parallel rank: port + rank; a port that the system chooses stays as it is.
-
-    Raises PublisherError where vLLM has no rule either (ipc with more than one rank), and for no port.
-    """
-    if rank == 0:
-        return endpoint
-    if endpoint.startswith("inproc://"):
-        return f"{endpoint}_dp{rank}"
-    address, _, port = endpoint.rpartition(":")
-    if endpoint.startswith("tcp://") and port in ("0", "*"):
-        return endpoint
-    if not endpoint.startswith("tcp://") or not port.isdigit():
-        raise PublisherError(f"no endpoint for rank {rank} next to {endpoint!r}; use tcp://HOST:PORT")
-    if int(port) + rank > 65535:
-        raise PublisherError(f"port {port} of {endpoint!r} leaves no port for rank {rank}; use a lower one")
-    return f"{address}:{int(port) + rank}"
-
-
 class Publisher:
     """Publishes batches of one engine process and rank, and replays the last ``buffer_steps`` of them.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from events.address import host_and_port, http_url
+from events.address import AddressError, host_and_port, http_url
 from events.subscriber import Subscriber
 from indexer.api import QueryApi, answer, errors_as_json
 from indexer.debug import DebugApi
@@ -112,7 +112,7 @@ async def listening(app: web.Application, listen: str) -> AsyncIterator[str]:
     """Serves ``app`` at ``listen``; gives its URL. Raises SettingsError, ListenError."""
     try:
         host, port = host_and_port(listen)
-    except ValueError as error:
+    except AddressError as error:
         raise SettingsError(str(error)) from error
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

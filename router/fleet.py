@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from events.logs import Throttled
 from router.errors import RouterError
-from router.logs import Throttled
 from router.replicas import EventSource, Health, Models, Replica, ReplicaSpec, StreamId, at_host
 
 log = logging.getLogger(__name__)

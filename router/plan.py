@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from events.logs import Throttled
 from indexer.reader import Matched
 from router import fallback
 from router.errors import LookupFailedError
 from router.fallback import Fallback
 from router.fleet import Fleet
-from router.logs import Throttled
 from router.lookup import Lookup
 from router.metrics import RouterMetrics
 from router.policies import Policy

@@ -8,10 +8,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from events.logs import Throttled
 from indexer.errors import IndexerClientError
 from indexer.registration import Registration
 from router.fleet import Fleet
-from router.logs import Throttled
 from router.replicas import Replica, StreamId
 
 log = logging.getLogger(__name__)

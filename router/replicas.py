@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from yarl import URL
 
+from events.address import AddressError, offset_port
 from router.errors import SettingsError
 
 StreamId = tuple[str, int]
@@ -123,14 +124,6 @@ class EventSource(msgspec.Struct, frozen=True):
     topic: str | None = None
 
 
-def offset_port(endpoint: str, rank: int) -> str:
-    """``endpoint`` with ``rank`` added to its port, as vLLM does (``vllm/distributed/kv_events.py`` 0.32)."""
-    base, colon, port = endpoint.rpartition(":")
-    if not rank or not colon or not port.isdecimal():
-        return endpoint
-    return f"{base}:{int(port) + rank}"
-
-
 def at_host(endpoint: str, host: str) -> str:
     """``endpoint`` with a wildcard host (``*``, ``0.0.0.0``, ``[::]``) replaced; bind endpoints stay as they
     are.
@@ -142,13 +135,27 @@ def at_host(endpoint: str, host: str) -> str:
 
 
 def configured_sources(spec: ReplicaSpec) -> tuple[EventSource, ...]:
-    """The sources that the settings give, one for each rank; empty where they give none."""
+    """The sources that the settings give, one for each rank; empty where they give none.
+
+    Raises SettingsError where a rank has no port.
+    """
     if spec.events is None:
         return ()
     events, replay = at_host(spec.events, spec.host), spec.replay and at_host(spec.replay, spec.host)
+    ranks = range(spec.ranks or 1)
+    try:
+        endpoints = [offset_port(events, rank) for rank in ranks]
+        replays = [replay and offset_port(replay, rank) for rank in ranks]
+    except AddressError as error:
+        raise SettingsError(f"--replica {spec.name}: {error}") from error
+    if set(endpoints) & set(replays):
+        raise SettingsError(
+            f"--replica {spec.name}: the event and replay ports of {len(ranks)} ranks overlap; "
+            f"leave at least {len(ranks)} between events= and replay="
+        )
     return tuple(
-        EventSource(rank, offset_port(events, rank), replay and offset_port(replay, rank), spec.topic)
-        for rank in range(spec.ranks or 1)
+        EventSource(rank, endpoint, replayed, spec.topic)
+        for rank, endpoint, replayed in zip(ranks, endpoints, replays, strict=True)
     )
 
 

@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from events.address import AddressError, host_and_port, http_url
 from indexer.client import IndexerClient
 from router.admin import Admin
 from router.decider import Decider
@@ -32,7 +33,7 @@ from router.refusal import refusal
 from router.registrar import Registrar
 from router.replicas import parse_replicas
 from router.route import Route
-from router.settings import RouterSettings, host_and_port
+from router.settings import RouterSettings
 from router.tap import Recorder
 from router.tokens import Tokenizer
 from router.tracing import start_tracing
@@ -210,7 +211,10 @@ async def listening(router: RouterApp) -> AsyncIterator[str]:
     Raises ListenError.
     """
     settings = router.settings
-    host, port = host_and_port(settings.listen)
+    try:
+        host, port = host_and_port(settings.listen)
+    except AddressError as error:
+        raise SettingsError(str(error)) from error
     runner = web.AppRunner(
         router.app,
         handler_cancellation=True,
@@ -226,8 +230,7 @@ async def listening(router: RouterApp) -> AsyncIterator[str]:
             await web.TCPSite(runner, host, port, reuse_address=True).start()
         except OSError as error:
             raise ListenError(_cannot_listen(settings.listen, error)) from error
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{runner.addresses[0][1]}"
+        url = http_url(host, runner.addresses[0][1])
         log.info("listening on %s", url)
         yield url
         router.draining = True

@@ -7,8 +7,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from router.errors import SettingsError
-
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where to listen, what to route to, and by which policy."""
@@ -68,12 +66,3 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     decisions_kept: Annotated[int, Meta(ge=1, description="Decisions shown at /debug/decisions.")] = 200
     seed: Annotated[int | None, Meta(description="Seed of the tie-break, for runs that repeat.")] = None
-
-
-def host_and_port(listen: str) -> tuple[str, int]:
-    """The parts of ``HOST:PORT`` (``[::1]:8080`` for IPv6). Raises SettingsError."""
-    host, colon, port = listen.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise SettingsError(f"--listen {listen!r} is no address; write HOST:PORT, such as 127.0.0.1:8080")
-    return host, int(port)

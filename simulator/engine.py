@@ -16,8 +16,8 @@ from types import TracebackType
 import msgspec
 from aiohttp import web
 
-from events.address import host_and_port, http_url
-from events.publisher import Publisher, PublisherError, offset_port
+from events.address import AddressError, host_and_port, http_url, offset_port
+from events.publisher import Publisher, PublisherError
 from simulator import openai, tokenizer
 from simulator.core import EngineCore
 from simulator.errors import ListenError, RequestError, SettingsError
@@ -58,7 +58,7 @@ class Engine:
         """Binds the sockets and begins to serve. Raises SettingsError, ListenError."""
         try:
             host, port = host_and_port(self.settings.listen)
-        except ValueError as error:
+        except AddressError as error:
             raise SettingsError(str(error)) from error
         try:
             self._start_cores()
@@ -77,7 +77,7 @@ class Engine:
             raise ListenError(
                 f"cannot listen on {self.settings.listen}: {reason}; choose another --listen"
             ) from error
-        except PublisherError as error:
+        except (AddressError, PublisherError) as error:
             await self.close()
             raise ListenError(f"{error} with --events or --replay") from error
         self.url = http_url(host, runner.addresses[0][1])

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import zmq
 
-from events.publisher import END_SEQUENCE, Publisher, PublisherError, binds, encode, offset_port
+from events.address import AddressError, offset_port
+from events.publisher import END_SEQUENCE, Publisher, PublisherError, binds, encode
 from events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode, token_array
 
 CAPTURES = Path(__file__).parents[3] / "shared/data/vllm-events"
@@ -174,9 +175,9 @@ def test_ranks_publish_on_port_plus_rank() -> None:
     assert offset_port("tcp://[::]:5557", 1) == "tcp://[::]:5558"
     assert offset_port("tcp://*:0", 1) == "tcp://*:0"
     assert offset_port("inproc://kv", 1) == "inproc://kv_dp1"
-    with pytest.raises(PublisherError, match="rank 1"):
+    with pytest.raises(AddressError, match="rank 1"):
         offset_port("ipc:///tmp/kv", 1)
-    with pytest.raises(PublisherError, match="lower"):
+    with pytest.raises(AddressError, match="lower"):
         offset_port("tcp://*:65535", 1)
 
 

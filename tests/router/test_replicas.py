@@ -9,7 +9,6 @@ from router.replicas import (
     Replica,
     at_host,
     configured_sources,
-    offset_port,
     parse_replica,
     parse_replicas,
 )
@@ -85,8 +84,22 @@ def test_a_wildcard_is_the_replicas_own_host(endpoint: str, host: str, expected:
     assert at_host(endpoint, host) == expected
 
 
-def test_the_port_of_an_ipc_endpoint_is_none() -> None:
-    assert offset_port("ipc:///run/kv", 3) == "ipc:///run/kv"
+def test_ranks_beyond_the_first_need_ports() -> None:
+    with pytest.raises(SettingsError, match="rank 1"):
+        Replica(parse_replica("a=http://h:1,events=ipc:///run/kv,ranks=2"))
+
+
+def test_event_and_replay_ports_one_apart_are_refused_for_two_ranks() -> None:
+    with pytest.raises(SettingsError, match="leave at least 2"):
+        Replica(parse_replica("a=http://h:1,events=tcp://h:5557,replay=tcp://h:5558,ranks=2"))
+
+
+def test_each_rank_of_a_bound_endpoint_has_its_own_port() -> None:
+    replica = Replica(parse_replica("a=http://h:1,events=bind:tcp://0.0.0.0:5557,ranks=2"))
+    assert [source.endpoint for source in replica.sources] == [
+        "bind:tcp://0.0.0.0:5557",
+        "bind:tcp://0.0.0.0:5558",
+    ]
 
 
 def test_aliases_mean_the_base_model_and_adapters_mean_base_and_lora() -> None:

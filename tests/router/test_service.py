@@ -14,7 +14,7 @@ from aiohttp import web
 
 from router.errors import ListenError, RouterError, SettingsError
 from router.service import listening, router_app
-from router.settings import RouterSettings, host_and_port
+from router.settings import RouterSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,10 +53,6 @@ async def test_a_port_in_use_is_told_in_one_line() -> None:
             await start(RouterSettings(listen=address))
     assert str(caught.value) == f"cannot listen on {address}: address already in use; choose another --listen"
     assert isinstance(caught.value, RouterError)
-
-
-def test_ipv6_addresses_are_understood() -> None:
-    assert host_and_port("[::1]:8080") == ("::1", 8080)
 
 
 async def test_op03_a_router_alone_starts_and_answers_503_with_retry_after(start_router: Any) -> None:
