@@ -107,6 +107,12 @@ class Replay(msgspec.Struct, tag_field="k", tag="replay", kw_only=True, omit_def
     first_ms: float | None = None
     ms: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError, which the decoder turns into an error of the line."""
+        for reply in self.replies:
+            for frame in reply:
+                _unpack(frame)
+
     def batches(self) -> list[tuple[int, bytes]]:
         """Sequence and payload of each replayed batch. Parsed from the end: before 0.26 there is no topic."""
         frames = [(_unpack(reply[-2]), _unpack(reply[-1])) for reply in self.replies if len(reply) >= 3]

@@ -11,8 +11,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from queue import SimpleQueue
 
@@ -20,7 +20,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from events.stream import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
+from events.inbox import Inbox, StreamId
+from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,11 @@ READS_PER_TURN = 256
 MAX_SOCKETS = 65_535
 WAKE_MS = 500
 RESUME_MS = 20
+RECONNECT_PATIENCE_S = 1.0
 
 _LINK_EVENTS = (
     zmq.EVENT_CONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -42,7 +45,6 @@ _LINK_EVENTS = (
     | zmq.EVENT_DISCONNECTED
 )
 
-StreamId = Hashable
 Tap = Callable[[StreamId, list[bytes]], None]
 
 
@@ -73,81 +75,6 @@ class Faults(msgspec.Struct):
         return dict(self.by_stream.get(stream, {}))
 
 
-class Inbox:
-    """Bounded queues of signals, one per stream, taken in turns so that a noisy stream starves no other."""
-
-    def __init__(self, max_frames: int = 10_000, max_bytes: int = 64 << 20) -> None:
-        self._max_frames = max_frames
-        self._max_bytes = max_bytes
-        self._queues: dict[StreamId, deque[Signal]] = {}
-        self._bytes: Counter[StreamId] = Counter()
-        self._turns: deque[StreamId] = deque()
-        self._ready = threading.Condition()
-        self.overflows: Counter[StreamId] = Counter()
-
-    def put(self, stream: StreamId, signal: Signal) -> bool:
-        """Queues ``signal``; False when it was dropped for lack of room."""
-        carries = isinstance(signal, Frame | Replayed)
-        size = len(signal.payload) if isinstance(signal, Frame | Replayed) else 0
-        with self._ready:
-            queue = self._queues.setdefault(stream, deque())
-            full = len(queue) >= self._max_frames or self._bytes[stream] + size > self._max_bytes
-            if carries and queue and full:
-                self.overflows[stream] += 1
-                if not isinstance(queue[-1], Overflowed):
-                    queue.append(Overflowed())
-                return False
-            if not queue:
-                self._turns.append(stream)
-            queue.append(signal)
-            self._bytes[stream] += size
-            self._ready.notify()
-            return True
-
-    def has_room(self, stream: StreamId) -> bool:
-        """Whether the stream's queue is less than half full."""
-        queue = self._queues.get(stream)
-        return not queue or (len(queue) * 2 < self._max_frames and self._bytes[stream] * 2 < self._max_bytes)
-
-    def depth(self, stream: StreamId) -> int:
-        """Signals that wait."""
-        return len(self._queues.get(stream, ()))
-
-    def take(self, limit: int, timeout: float, share: int = 32) -> list[tuple[StreamId, Signal]]:
-        """Up to ``limit`` signals, at most ``share`` of a stream before the next has its turn.
-
-        Waits up to ``timeout`` seconds for the first.
-        """
-        taken: list[tuple[StreamId, Signal]] = []
-        with self._ready:
-            if not self._turns:
-                self._ready.wait(timeout)
-            while self._turns and len(taken) < limit:
-                stream = self._turns.popleft()
-                queue = self._queues[stream]
-                for _ in range(min(share, limit - len(taken), len(queue))):
-                    signal = queue.popleft()
-                    if isinstance(signal, Frame | Replayed):
-                        self._bytes[stream] -= len(signal.payload)
-                    taken.append((stream, signal))
-                if queue:
-                    self._turns.append(stream)
-        return taken
-
-    def wake(self) -> None:
-        """Ends a waiting :meth:`take`."""
-        with self._ready:
-            self._ready.notify()
-
-    def forget(self, stream: StreamId) -> None:
-        """Drops all that is queued of a stream."""
-        with self._ready:
-            self._queues.pop(stream, None)
-            self._bytes.pop(stream, None)
-            if stream in self._turns:
-                self._turns.remove(stream)
-
-
 class _Live:
     """A SUB socket with its monitor, and the streams that come out of it."""
 
@@ -158,6 +85,7 @@ class _Live:
         self.address = source.address
         self.streams: dict[StreamId, str | None] = {}
         self.peers = 0
+        self.cut_at: float | None = None
         self._links: set[int] = set()
         self._refused = False
 
@@ -182,10 +110,13 @@ class _Live:
             return [Connected()]
         if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
             self._links.add(link)
+        elif event == zmq.EVENT_CONNECT_RETRIED:
+            self.cut_at = None
         elif event != zmq.EVENT_DISCONNECTED:
             self._refused = True
         else:
             self._links.discard(link)
+            self.cut_at = None if self.binds else time.monotonic()
             refused, self._refused = self._refused, False
             before, self.peers = self.peers, min(self.peers, len(self._links))
             if before and not (refused and self.peers == before):
@@ -304,6 +235,7 @@ class Subscriber:
             if replay.socket in ready:
                 self._read_replay(replay)
         self._resume_paused()
+        self._reopen_cut()
 
     def _drain_wakes(self) -> None:
         try:
@@ -420,6 +352,15 @@ class Subscriber:
             changes += live.on_event(message["event"], message["value"])
             joined = joined or message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return changes, joined
+
+    def _reopen_cut(self) -> None:
+        """After a breach of protocol, such as too large a message, ZeroMQ does not reconnect by itself."""
+        before = time.monotonic() - RECONNECT_PATIENCE_S
+        for live in list(self._live.values()):
+            if live.cut_at is not None and live.cut_at < before:
+                again = self._open_live(Source(live.address))
+                again.streams = live.streams
+                self._close_live(live.socket, live)
 
     def _dispatch_all(self, live: _Live, messages: list[list[bytes]]) -> None:
         for frames in messages:

@@ -107,7 +107,7 @@ class QueryApi:
     async def query_by_hash(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), QueryByHash)
         self._check_model(body.model_name)
-        locals_ = [(value & _U64).to_bytes(KEY_BYTES, "big") for value in body.block_hashes]
+        locals_ = [_local_hash(value) for value in body.block_hashes]
         with self._metrics.query_seconds.time():
             matched = self._reader.query_local(body.model_name, locals_, lora_name=body.lora_name)
         return answer(_scores(matched))
@@ -115,6 +115,12 @@ class QueryApi:
     def _check_model(self, model: str) -> None:
         if not any(serves(status.record, model) for status in self._reader.streams()):
             raise UnknownInstanceError(f"model {model!r} is not registered; see GET /workers")
+
+
+def _local_hash(value: int) -> bytes:
+    if not -(1 << 63) <= value <= _U64:
+        raise RegistrationError(f"block_hashes: {value} is neither an i64 nor a u64")
+    return (value & _U64).to_bytes(KEY_BYTES, "big")
 
 
 def _worker(records: list[StreamRecord]) -> dict[str, Any]:

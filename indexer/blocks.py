@@ -60,6 +60,8 @@ class StreamBlocks:
             return "block_size"
         if not event.block_size or len(event.tokens) != len(event.hashes) * event.block_size:
             return "sparse"
+        if event.extra_keys is not None and len(event.extra_keys) != len(event.hashes):
+            return "extra_keys"
         record.block_size = event.block_size
         return None
 

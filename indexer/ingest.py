@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from events.inbox import Inbox, StreamId
 from events.logs import Throttled
 from events.schema import (
     AllBlocksCleared,
@@ -23,7 +24,7 @@ from events.schema import (
     canonical_hash,
 )
 from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream
-from events.subscriber import Inbox, Source, StreamId
+from events.subscriber import Source
 from indexer.errors import IndexerError, MapError, UnknownInstanceError
 from indexer.layout import StreamKey, StreamRecord
 from indexer.registration import Registration
@@ -168,41 +169,40 @@ class Ingest:
         On an error (MapError: the map is full, or cannot be written) nothing of the group is applied.
         """
         now = self._clock()
-        due = [
-            (stream, actions) for stream in self._followed if (actions := self._tick(stream, now)) is not None
-        ]
-        if signals or due or now >= self._beat_at:
-            self._commit(signals, due, now)
+        if signals or now >= self._beat_at:
+            self._commit(signals, now)
         if self._writer.has_garbage:
             self._writer.collect()
         if now >= self._sync_at:
             self._writer.sync()
             self._sync_at = now + SYNC_S
 
-    def _tick(self, stream: StreamId, now: float) -> list[Action] | None:
-        """What follows from time alone; None when nothing does. A state may change without an action."""
-        machine = self._followed[stream].machine
-        before = (machine.state, machine.reason, machine.lost)
-        actions = machine.tick(now)
-        return actions if actions or before != (machine.state, machine.reason, machine.lost) else None
-
-    def _commit(
-        self, signals: list[tuple[StreamId, Signal]], due: list[tuple[StreamId, list[Action]]], now: float
-    ) -> None:
+    def _commit(self, signals: list[tuple[StreamId, Signal]], now: float) -> None:
         self._asks.clear()
         with self._writer.group() as group:
-            for stream, actions in due:
-                self._perform(group, stream, actions)
             for stream, signal in signals:
                 followed = self._followed.get(stream)
                 if followed is not None:
                     self._perform(group, stream, followed.machine.on(signal, now))
-            for stream in {stream for stream, _ in [*signals, *due]} & self._followed.keys():
+            for stream in {stream for stream, _ in signals} & self._followed.keys():
                 self._note_state(group, stream)
+            for stream in self._followed:
+                self._tick(group, stream, now)
         self.groups += 1
         self._beat_at = now + HEARTBEAT_S
         for stream, ask in self._asks.items():
             self._feed.ask_replay(stream, ask.ask, ask.start)
+
+    def _tick(self, group: Group, stream: StreamId, now: float) -> None:
+        """What follows from time alone; a stream is not called silent while signals of it still wait."""
+        machine = self._followed[stream].machine
+        if self._feed.inbox.depth(stream):
+            return
+        before = (machine.state, machine.reason, machine.lost)
+        actions = machine.tick(now)
+        self._perform(group, stream, actions)
+        if actions or before != (machine.state, machine.reason, machine.lost):
+            self._note_state(group, stream)
 
     def _perform(self, group: Group, stream: StreamId, actions: list[Action]) -> None:
         for action in actions:
@@ -226,13 +226,13 @@ class Ingest:
             followed.machine.damaged(f"the batch with sequence {action.sequence} could not be read")
             self._warn.warning(f"payload {stream}", "%s sent %s", _title(stream), error)
         else:
-            record = self._apply_batch(group, stream, batch)
+            record = self._apply_batch(group, stream, batch, action.sequence)
         record.sequence = action.sequence
         record.event_at = self._wall()
         record.counters.batches += 1
         group.touch(record)
 
-    def _apply_batch(self, group: Group, stream: StreamId, batch: Batch) -> StreamRecord:
+    def _apply_batch(self, group: Group, stream: StreamId, batch: Batch, sequence: int) -> StreamRecord:
         record = self._record(stream)
         blocks = group.blocks(record)
         for event in batch.events:
@@ -245,7 +245,7 @@ class Ingest:
                 record = self._writer.renew(group, record)
                 record.counters.cleared += 1
                 blocks = group.blocks(record)
-                self._followed[stream].machine.cleared()
+                self._followed[stream].machine.cleared(sequence)
         for rejected in batch.rejected:
             record.counters.skip(rejected.reason)
             self._warn.warning(

@@ -229,7 +229,7 @@ class Tables:
 
 
 def check_schema(env: lmdb.Environment, path: Path) -> None:
-    """Raises MapSchemaError when the map is of another schema than this program's; before its tables are used."""
+    """Raises MapSchemaError for a map of another schema than this program's; before its tables are opened."""
     try:
         meta = env.open_db(b"meta", create=False)
     except (lmdb.ReadonlyError, lmdb.NotFoundError):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from events.inbox import Inbox, StreamId
 from events.recording import (
     Done,
     Line,
@@ -25,7 +26,7 @@ from events.recording import (
     read_recording,
 )
 from events.stream import Connected, Frame, Replayed, ReplayEnded
-from events.subscriber import Inbox, Source, StreamId
+from events.subscriber import Source
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
 from indexer.registration import Registration

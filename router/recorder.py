@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from events.inbox import StreamId
 from events.recording import (
     Done,
     Line,
@@ -30,7 +31,7 @@ from events.recording import (
     pack_published,
 )
 from events.stream import Replayed, ReplayEnded
-from events.subscriber import Source, StreamId, Subscriber
+from events.subscriber import Source, Subscriber
 from router import tap
 from router.errors import RecordError
 from router.fleet import Fleet

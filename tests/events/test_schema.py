@@ -192,11 +192,10 @@ REQUIRED = {"block_hashes": [7, 2**63], "parent_block_hash": None, "token_ids": 
 
 
 @given(st.integers(4, 13), st.tuples(*[st.sampled_from(values) for values in OPTIONAL.values()]))
+@settings(deadline=None)
 def test_ev02_stores_of_five_to_fourteen_slots_decode(slots: int, optional: tuple[Any, ...]) -> None:
     said = [*REQUIRED.values(), *optional]
     event = ["BlockStored", *said[:slots]]
-    if 4 < slots < len(said):
-        event[-1] = said[slots - 1]
     assert one(event) == expected(event)
 
 
@@ -212,6 +211,7 @@ unknown_keys = st.dictionaries(
     unknown_keys,
     st.randoms(use_true_random=False),
 )
+@settings(deadline=None)
 def test_ev02_stores_as_maps_decode_whatever_is_absent_null_or_unknown(
     optional: dict[str, Any], unknown: dict[str, Any], random: Any
 ) -> None:
@@ -251,12 +251,14 @@ def test_ev03_a_removal_names_the_same_hash_as_its_store(stored: int | bytes, re
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.binary(min_size=8, max_size=64))
+@settings(deadline=None)
 def test_ev03_an_int_and_a_bytes_hash_are_never_one(number: int, raw: bytes) -> None:
     assert canonical_hash(number) != canonical_hash(raw)
     assert canonical_hash(number) != canonical_hash((number % 2**64).to_bytes(8, "big"))
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+@settings(deadline=None)
 def test_ev03_different_ints_are_different_hashes(one: int, other: int) -> None:
     assert (canonical_hash(one) == canonical_hash(other)) == (one == other)
 
@@ -342,7 +344,7 @@ BAD_EVENTS: list[Any] = [
     ["BlockStored", [1], None, [1], -1],
     ["BlockStored", [1], None, [1], 1, "lora"],
     ["BlockStored", [1], None, [1], 1, None, 5],
-    ["BlockStored", [1], None, [1], 1, None, None, None, [["a"], ["b"]]],
+    ["BlockStored", [1], None, [1], 1, None, None, None, [[[[[[[[[["a"]]]]]]]]]]],
     ["BlockStored", [1], None, [1], 1, None, None, None, None, 256],
     ["BlockStored", [1], None, [1], 1, None, None, None, None, -1],
     ["BlockRemoved"],
@@ -380,6 +382,7 @@ MIXED: list[tuple[Any, str | None]] = [
 
 
 @given(st.lists(st.sampled_from(MIXED), max_size=12))
+@settings(deadline=None)
 def test_of_a_mixed_batch_exactly_the_good_events_remain_in_order(
     items: list[tuple[Any, str | None]],
 ) -> None:
@@ -486,6 +489,7 @@ eventlike = st.builds(
 
 
 @given(anything | st.tuples(st.floats(), st.lists(anything | eventlike, max_size=4)))
+@settings(deadline=None)
 def test_any_msgpack_value_is_a_batch_or_a_payload_error(value: Any) -> None:
     survives(pack(value))
 
@@ -495,7 +499,7 @@ places = st.integers(0, len(GOOD) - 1)
 
 
 @given(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=4), places)
-@settings(max_examples=500)
+@settings(max_examples=500, deadline=None)
 def test_damaged_bytes_are_a_batch_or_a_payload_error(damage: list[tuple[int, int]], length: int) -> None:
     payload = bytearray(GOOD)
     for at, value in damage:
@@ -505,6 +509,7 @@ def test_damaged_bytes_are_a_batch_or_a_payload_error(damage: list[tuple[int, in
 
 
 @given(st.binary(max_size=40))
+@settings(deadline=None)
 def test_random_bytes_are_a_batch_or_a_payload_error(payload: bytes) -> None:
     survives(payload)
 

@@ -744,3 +744,136 @@ def test_a_restart_forgets_the_losses_of_the_process_before() -> None:
     wire.live(1, process="b")
     wire.stream.cleared(1)
     assert wire.state == "live"
+
+
+# what must not stay behind
+
+
+def test_frames_held_of_the_old_process_are_not_applied_to_the_new() -> None:
+    wire = live_at(2)
+    wire.live(8, 9)
+    wire.live(0, process="b")
+    assert wire.holds == ["b0"]
+    assert wire.stream.held == 0
+    assert wire.state == "live"
+
+
+def test_a_restart_ends_the_cool_down_of_the_process_before() -> None:
+    wire = silent_at(2)
+    wire.live(0, process="b")
+    assert wire.waits(1_000) == []
+    assert wire.live(3, process="b") == [AskReplay(3, 1)]
+
+
+def test_a_connection_ends_the_cool_down_of_the_one_before() -> None:
+    wire = silent_at(2)
+    wire.hears(Disconnected())
+    assert wire.waits(1_000) == []
+    wire.hears(Connected())
+    wire.replay(4)
+    assert wire.live(7) == [AskReplay(4, 5)]
+    wire.waits(LIMITS.replay_silence)
+    assert wire.waits(LIMITS.cool_down) == [AskReplay(5, 0)]
+
+
+def test_a_connection_gives_a_replay_that_broke_off_new_tries() -> None:
+    wire = live_at(2)
+    wire.live(9)
+    wire.replay(3, ends=False)
+    for _ in range(LIMITS.replay_holes):
+        wire.waits(LIMITS.replay_silence)
+        if wire.waits(LIMITS.cool_down_max):
+            wire.replay(0, 1, ends=False)
+    assert wire.waits(10_000) == []
+    wire.hears(Disconnected(), Connected())
+    wire.replay(1, ends=False)
+    wire.waits(LIMITS.replay_silence)
+    assert wire.waits(LIMITS.cool_down) == [AskReplay(wire.asks[-1].ask, 0)]
+
+
+def test_a_replay_that_went_well_ends_the_series_of_failures() -> None:
+    wire = silent_at(2)
+    wire.waits(LIMITS.cool_down)
+    wire.replay(0, 1, 2, 3, 4)
+    wire.live(9)
+    wire.waits(LIMITS.replay_silence)
+    assert wire.waits(LIMITS.cool_down) == [AskReplay(wire.asks[-1].ask, 0)]
+
+
+def test_a_silent_restart_leaves_neither_loss_nor_digest() -> None:
+    wire = live_at(2)
+    wire.live(8)
+    wire.replay(8)
+    wire.hears(Disconnected(), Connected())
+    wire.replay()
+    assert wire.stream.last is None
+    assert wire.stream.digest is None
+    wire.replay()
+    assert wire.state == "live"
+    assert not wire.stream.lost
+
+
+def test_a_new_start_after_a_silent_one_forgets_its_loss() -> None:
+    wire = Wire()
+    wire.hears(Connected())
+    wire.waits(LIMITS.replay_silence)
+    assert wire.stream.lost
+    wire.hears(Disconnected(), Connected())
+    wire.replay()
+    assert wire.state == "live"
+
+
+def test_what_is_dropped_at_the_deadline_without_replay_leaves_the_stream_partial() -> None:
+    wire = live_at(2, has_replay=False)
+    wire.hears(Disconnected(), Connected())
+    wire.waits(LIMITS.verify_deadline)
+    assert wire.state == "partial"
+    assert wire.waits(1_000) == []
+    assert wire.live(7) == [Apply(7, b"a7")]
+
+
+def test_the_bytes_of_held_frames_are_free_again_when_they_are_applied_or_dropped() -> None:
+    wire = Wire(limits=Limits(held_bytes=10))
+    for _ in range(3):
+        wire.hears(Connected())
+        wire.live(*range(1, 6))
+        assert wire.stream.held == 5
+    wire.replay(0)
+    assert wire.stream.held == 0
+    wire.live(*range(7, 12))
+    assert wire.stream.held == 4
+    wire.waits(LIMITS.replay_silence)
+    assert wire.stream.held == 0
+
+
+def test_a_hole_behind_the_proof_or_the_start_of_a_rebuild_is_asked_for_again() -> None:
+    wire = live_at(2)
+    wire.hears(Disconnected(), Connected())
+    assert wire.replay(2, ends=False) == []
+    assert wire.state == "replaying"
+    assert wire.replay(4, ends=False) == [AskReplay(3, 3)]
+    wire.waits(LIMITS.replay_silence)
+    wire.waits(LIMITS.cool_down)
+    wire.replay(0, ends=False)
+    assert wire.state == "replaying"
+    assert wire.replay(2, ends=False) == [AskReplay(5, 1)]
+
+
+def test_ev11_a_replay_that_loses_every_second_reply_is_asked_a_few_times_only() -> None:
+    wire = live_at(0)
+    wire.live(40)
+    for sequence in range(1, 39, 2):
+        wire.replay(sequence, sequence + 2, ends=False)
+    wire.replay(39)
+    assert len(wire.asks) <= 2 + LIMITS.replay_holes
+    assert wire.state == "partial"
+    wire.live(50)
+    wire.replay(41, 43, ends=False)
+    assert wire.asks[-1].start == 42
+
+
+def test_a_clock_that_ticks_without_need_does_nothing() -> None:
+    for wire in (live_at(2), live_at(2, has_replay=False)):
+        state = wire.state
+        assert [wire.waits(100) for _ in range(100)] == [[]] * 100
+        assert wire.state == state

@@ -6,8 +6,10 @@ process in order, and ``live`` must mean that nothing is missing.
 """
 
 from collections import deque
+from random import Random
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -117,7 +119,21 @@ class EngineAndStream(RuleBasedStateMachine):
         for _ in range(count):
             self.append(PLAIN)
 
-    @rule(late=st.booleans())
+    @rule(
+        kind=st.sampled_from(["disconnect", "restart", "restart unseen", "indexer restart"]),
+        late=st.booleans(),
+        skipped=st.integers(0, 3),
+    )
+    def trouble(self, kind: str, late: bool, skipped: int) -> None:
+        if kind == "disconnect":
+            self.disconnect(late)
+        elif kind == "restart":
+            self.restart(late)
+        elif kind == "indexer restart":
+            self.indexer_restarts()
+        elif self.connected and self.highest_live >= 0:
+            self.restart_unseen(skipped)
+
     def restart(self, late: bool) -> None:
         self.disconnect(late)
         self.replace_process()
@@ -128,8 +144,6 @@ class EngineAndStream(RuleBasedStateMachine):
         self.known = -1
         self.highest_live = -1
 
-    @precondition(lambda self: self.connected and self.highest_live >= 0)
-    @rule(skipped=st.integers(0, 3))
     def restart_unseen(self, skipped: int) -> None:
         """The link stays up, as behind a proxy; only the sequence that goes back tells."""
         self.deliver_all(replays=False)
@@ -161,8 +175,6 @@ class EngineAndStream(RuleBasedStateMachine):
         if len(self.log) == self.applied[-1].sequence + 1:
             self.append(PLAIN)
 
-    @precondition(lambda self: self.connected)
-    @rule(late=st.booleans())
     def disconnect(self, late: bool) -> None:
         """``late``: frames of the old link come after its end was noticed."""
         if not self.connected:
@@ -250,7 +262,6 @@ class EngineAndStream(RuleBasedStateMachine):
         for _ in range(3):
             self.perform(self.stream.tick(self.now))
 
-    @rule()
     def indexer_restarts(self) -> None:
         """A new stream takes up what the old one committed."""
         old = self.stream
@@ -366,3 +377,66 @@ TestStreamWithReplay = EngineAndStream.TestCase
 TestStreamWithReplay.settings = _EFFORT
 TestStreamWithoutReplay = EngineWithoutReplay.TestCase
 TestStreamWithoutReplay.settings = _EFFORT
+
+
+class Life:
+    """A random walk over the same rules: a tenth of the cost of hypothesis, so it comes to rarer turns."""
+
+    def __init__(self, machine: EngineAndStream, seed: int) -> None:
+        self.machine = machine
+        self.random = Random(seed)
+        self.misery = self.random.choice([0.02, 0.1, 0.3])
+
+    def chance(self, probability: float = 0.5) -> bool:
+        return self.random.random() < probability
+
+    def begin(self) -> None:
+        buffer = self.random.choice([1, 2, 5, 1000, 1000])
+        self.machine.start(buffer=buffer, past=self.random.randrange(5), prompt=self.chance(0.6))
+
+    def step(self) -> None:
+        machine, random = self.machine, self.random
+        if self.chance(self.misery):
+            kind = random.choice(["disconnect", "restart", "restart unseen", "indexer restart"])
+            machine.trouble(kind=kind, late=self.chance(), skipped=random.randrange(4))
+            return
+        turn = random.randrange(10)
+        if turn < 4:
+            fates = random.choices(["sent", "dropped", "overflow"], [6, 1, 1], k=random.randrange(1, 5))
+            kind = random.choices([PLAIN, CLEAR, BAD], [8, 1, 1])[0]
+            machine.publish(kind=kind, fates=fates, arrives=self.chance())
+        elif turn == 4 and not machine.connected:
+            machine.publish_unheard(count=random.randrange(1, 13))
+        elif turn == 5 and not machine.connected:
+            machine.connect()
+        elif turn == 6 and machine.ask is not None and Disconnected() not in machine.live_line:
+            fate = random.choice(["whole", "whole", "cut", "silent", "older", "overflow"])
+            lost = set(random.sample(range(9), random.choice([0, 0, 1, 2])))
+            machine.answer(fate=fate, lost=lost, arrives=self.chance())
+        elif turn == 7 and machine.live_line:
+            machine.deliver_live(count=random.randrange(1, 6))
+        elif turn == 7 and machine.replay_line:
+            machine.deliver_replay(count=random.randrange(1, 6))
+        elif turn == 8:
+            machine.everything_arrives(answered=self.chance())
+        elif turn == 9:
+            machine.time_passes(seconds=random.choice([0.1, 1.0, 4.9, 5.0, 5.0, 11.0, 31.0, 301.0]))
+
+    def check(self) -> None:
+        self.machine.what_was_applied_is_of_one_process_in_order_and_once()
+        self.machine.live_means_that_nothing_is_missing()
+        self.machine.held_frames_are_bounded()
+
+
+@pytest.mark.parametrize("machine", [EngineAndStream, EngineWithoutReplay])
+def test_random_lives_of_an_engine_never_break_a_promise(machine: type[EngineAndStream]) -> None:
+    for seed in range(2_000):
+        life = Life(machine(), seed)
+        try:
+            life.begin()
+            for _ in range(life.random.choice([5, 10, 20, 40])):
+                life.step()
+                life.check()
+            life.machine.teardown()
+        except AssertionError as error:
+            raise AssertionError(f"in the life of seed {seed}: {error}") from error

@@ -17,14 +17,17 @@ import msgspec
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from events.inbox import Inbox, StreamId
 from events.publisher import Publisher, encode
 from events.schema import BlockRemoved, BlockStored, Event, canonical_hash, token_array
 from events.stream import AskReplay, Connected, Frame, Signal
-from events.subscriber import Inbox, Source, StreamId
+from events.subscriber import Source
 from indexer.ingest import Ingest
 from indexer.layout import Name, StreamRecord, Tables, decode_record, decode_waiting, read_holders, slot_key
 from indexer.reader import MapReader
 from indexer.registration import Registration
+from indexer.service import Indexer
+from indexer.settings import IndexerSettings
 from indexer.writer import MapWriter
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +188,11 @@ class Rig:
     def close(self) -> None:
         self.writer.close()
 
+    def abandon(self) -> None:
+        """The map as a process that was killed leaves it."""
+        self.writer.env.close()
+        self.writer._lock.close()
+
 
 def check_tables(env: lmdb.Environment, tables: Tables) -> None:
     """Every invariant between the tables, from one snapshot."""
@@ -303,6 +311,43 @@ class IndexerProcess:
         return self.process.wait(DEADLINE_S)
 
 
+class Script:
+    """Python code in a process of its own: a line of JSON goes in, a line of JSON comes out."""
+
+    def __init__(self, code: str, *arguments: object) -> None:
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, line: Any = None) -> Any:
+        assert self.process.stdin is not None
+        print(json.dumps(line), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def script() -> Iterator[Callable[..., Script]]:
+    """Starts Python code in processes; all are ended at the end."""
+    started: list[Script] = []
+
+    def start(code: str, *arguments: object) -> Script:
+        started.append(Script(code, *arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.end()
+
+
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     rig = Rig(tmp_path / "map")
@@ -319,6 +364,11 @@ def make_rig() -> type[Rig]:
 def engine() -> type[Hasher]:
     """Makes events: ``engine(seed, block_size)``."""
     return Hasher
+
+
+@pytest.fixture(scope="session")
+def tables_agree() -> Callable[[lmdb.Environment, Tables], None]:
+    return check_tables
 
 
 @pytest.fixture(scope="session")
@@ -345,6 +395,23 @@ def publishers() -> Iterator[Callable[..., Publisher]]:
     yield publisher
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def indexers(tmp_path: Path) -> Iterator[Callable[..., Indexer]]:
+    """Makes running indexers in this process, without their HTTP server; all are closed at the end."""
+    made: list[Indexer] = []
+
+    def indexer(folder: Path | None = None, **settings: Any) -> Indexer:
+        folder = folder or tmp_path / f"indexer {len(made)}"
+        made.append(Indexer(IndexerSettings(map=str(folder), **settings)))
+        made[-1].start()
+        return made[-1]
+
+    yield indexer
+    for each in made:
+        if each.ingest._running:
+            each.close()
 
 
 @pytest.fixture

@@ -491,3 +491,22 @@ def test_blocks_behind_one_that_is_known_need_not_wait_for_its_other_parent(rig:
     rig.say(a, chain(2, 3, parent=1))
     assert rig.record(a).waiting == 0
     assert gpu(rig, [2] * 4 + [3] * 4) == {"A": 8}
+
+
+def test_extra_keys_that_do_not_belong_to_the_blocks_one_by_one_make_no_keys(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    whole = hasher.stored(PROMPT)
+    rig.say(a, msgspec.structs.replace(whole, extra_keys=[["image"]]))
+    assert gpu(rig) == {"A": 0}
+    assert rig.record(a).counters.skipped == {"extra_keys": 7}
+
+
+def test_a_chain_that_names_one_block_twice_counts_two_copies(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    first = hasher.stored(PROMPT[:4])
+    twice = msgspec.structs.replace(first, hashes=first.hashes * 2, tokens=first.tokens * 2)
+    rig.say(a, twice)
+    rig.say(a, *hasher.removed(PROMPT[:4]))
+    assert gpu(rig) == {"A": 4}
+    rig.say(a, *hasher.removed(PROMPT[:4]))
+    assert gpu(rig) == {"A": 0}

@@ -1,0 +1,127 @@
+"""A made-up fleet for benchmarks: what eight replicas publish, and processes whose cost is measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from events.publisher import Publisher, encode
+from events.schema import BlockStored
+
+BLOCK_SIZE = 16
+MODEL = "bench"
+PACE_BLOCKS_PER_S = 60_000
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt that one replica has cached whole."""
+
+    replica: int
+    tokens: array[int]
+
+
+class Fleet(msgspec.Struct):
+    """Payloads to publish, in order, by replica; and prompts to ask for."""
+
+    frames: list[tuple[int, bytes, int]]
+    prompts: list[Prompt]
+    blocks: int
+
+
+def fleet(blocks: int, replicas: int = 8, seed: int = 1) -> Fleet:
+    """About ``blocks`` stored blocks: prompts of 8 to 256 blocks, half of them on a second replica too."""
+    chance = random.Random(seed)
+    made = Fleet([], [], 0)
+    while made.blocks < blocks:
+        count = chance.choice((8, 16, 32, 64, 128, 256))
+        tokens = array("I", chance.choices(range(128_000), k=count * BLOCK_SIZE))
+        first = chance.randrange(replicas)
+        for replica in {first, (first + 1) % replicas if chance.random() < 0.5 else first}:
+            hashes = [chance.getrandbits(64).to_bytes(8, "big") for _ in range(count)]
+            event = BlockStored(hashes, None, tokens, BLOCK_SIZE, group_kind="full_attention")
+            made.frames.append((replica, encode([event], 0.0, 0, "map"), count))
+            made.blocks += count
+        made.prompts.append(Prompt(first, tokens))
+    return made
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Measured:
+    """A process under measurement, with an HTTP port."""
+
+    def __init__(self, command: list[str], port: int, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(command, stdout=file, stderr=file)
+        self.pid = self._process.pid
+
+    def cpu_s(self) -> float:
+        """User and system time so far, seconds."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+    def rss(self) -> int:
+        """Resident memory, bytes."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        """A JSON call."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read()
+        return json.loads(text) if text else None
+
+    def await_health(self, deadline_s: float = 20.0) -> None:
+        def healthy() -> bool:
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=2):
+                    return True
+            except (urllib.error.URLError, OSError):
+                return False
+
+        wait_until(healthy, deadline_s)
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait(timeout=20)
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float, pause_s: float = 0.02) -> None:
+    """Raises TimeoutError when ``condition`` does not come true in time."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {deadline_s} s")
+        time.sleep(pause_s)
+
+
+def publish(made: Fleet, publishers: list[Publisher], pace: float = PACE_BLOCKS_PER_S) -> None:
+    """Publishes all frames at ``pace`` blocks per second, so that nobody has to drop any."""
+    begun, sent = time.monotonic(), 0
+    for replica, payload, count in made.frames:
+        publishers[replica].publish_payload(payload)
+        sent += count
+        ahead = sent / pace - (time.monotonic() - begun)
+        if ahead > 0.005:
+            time.sleep(ahead)
