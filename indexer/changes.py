@@ -7,13 +7,27 @@ once, and sorted writes go through the tree from left to right.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TypeVar, cast
 
 import lmdb
 
-from indexer.layout import Holders, Name, Tables, Waiting, decode_waiting, encode_waiting
+from indexer.layout import (
+    CPU,
+    GPU,
+    NOBODY,
+    Holders,
+    Name,
+    Tables,
+    Waiting,
+    decode_holders,
+    decode_waiting,
+    encode_holders,
+    encode_waiting,
+)
 
 Value = TypeVar("Value")
+Pairs = list[tuple[bytes, bytes]]
 
 
 class Changes:
@@ -26,8 +40,22 @@ class Changes:
         self._names: dict[bytes, Name | None] = {}
         self._changed_names: set[bytes] = set()
         self._holders: dict[bytes, Holders] = {}
+        self._changed_holders: set[bytes] = set()
         self._waiting: dict[bytes, Waiting | None] = {}
         self._changed_waiting: set[bytes] = set()
+
+    def fetch(self, names: list[bytes], blocks: list[bytes]) -> None:
+        """Reads names and holders that are about to be asked for, all at once."""
+        wanted = [key for key in names if key not in self._names]
+        self._names.update(dict.fromkeys(wanted))
+        with self._txn.cursor(self._tables.names) as cursor:
+            for key, value in cast(Pairs, cursor.getmulti(wanted)):
+                self._names[key] = Name.decode(value)
+        wanted = [key for key in blocks if key not in self._holders]
+        self._holders.update(dict.fromkeys(wanted, NOBODY))
+        with self._txn.cursor(self._tables.blocks) as cursor:
+            for key, value in cast(Pairs, cursor.getmulti(wanted)):
+                self._holders[key] = decode_holders(value)
 
     def name(self, key: bytes) -> Name | None:
         """The name with this names key. Say :meth:`save` after changing it."""
@@ -45,11 +73,30 @@ class Changes:
         self._changed_names.add(key)
 
     def holders(self, key: bytes) -> Holders:
-        """Who holds the block with this block key; what is changed in it is staged."""
+        """Who holds the block with this block key."""
         found = self._holders.get(key)
         if found is None:
-            found = self._holders[key] = Holders(self._get(key, db=self._tables.blocks))
+            value = self._get(key, db=self._tables.blocks)
+            found = self._holders[key] = NOBODY if value is None else decode_holders(value)
         return found
+
+    def hold(self, key: bytes, tier: int, slots: int) -> None:
+        """Stages that the ``slots`` (a bitmap) hold a block in ``tier``."""
+        gpu, cpu, disk = self.holders(key)
+        self._changed_holders.add(key)
+        if tier == GPU:
+            self._holders[key] = (gpu | slots, cpu, disk)
+        elif tier == CPU:
+            self._holders[key] = (gpu, cpu | slots, disk)
+        else:
+            self._holders[key] = (gpu, cpu, disk | slots)
+
+    def unhold(self, key: bytes, tier: int, slots: int) -> None:
+        """Stages that the ``slots`` (a bitmap) no longer hold a block in ``tier``."""
+        self.hold(key, tier, slots)
+        holders = list(self._holders[key])
+        holders[tier] ^= slots
+        self._holders[key] = (holders[0], holders[1], holders[2])
 
     def waiting(self, key: bytes) -> Waiting | None:
         """The block with this names key that waits for its parent."""
@@ -88,24 +135,25 @@ class Changes:
 
     def flush(self) -> None:
         """Writes everything. Raises lmdb.MapFullError."""
-        names, blocks, waiting = self._tables.names, self._tables.blocks, self._tables.waiting
-        self._write(names, {key: self._names[key] for key in self._changed_names}, Name.encode)
-        self._write(blocks, {key: held or None for key, held in self._holders.items()}, Holders.encode)
-        self._write(waiting, {key: self._waiting[key] for key in self._changed_waiting}, encode_waiting)
+        names, staged = self._tables.names, self._names
+        self._write(names, [(key, staged[key]) for key in self._changed_names], Name.encode)
+        held = [(key, self._holders[key]) for key in self._changed_holders]
+        holders = [(key, None if each == NOBODY else each) for key, each in held]
+        self._write(self._tables.blocks, holders, encode_holders)
+        waiting = [(key, self._waiting[key]) for key in self._changed_waiting]
+        self._write(self._tables.waiting, waiting, encode_waiting)
 
     def _write(
         self,
         table: lmdb._Database,
-        staged: dict[bytes, Value | None],
+        staged: list[tuple[bytes, Value | None]],
         encode: Callable[[Value], bytes],
     ) -> None:
-        puts = []
-        for key in sorted(staged):
-            value = staged[key]
+        staged.sort(key=itemgetter(0))
+        for key, value in staged:
             if value is None:
                 self._txn.delete(key, db=table)
-            else:
-                puts.append((key, encode(value)))
+        puts = [(key, encode(value)) for key, value in staged if value is not None]
         if puts:
             with self._txn.cursor(table) as cursor:
                 cursor.putmulti(puts)

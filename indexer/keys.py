@@ -9,7 +9,7 @@ that starts from all that must never mix.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -59,19 +59,15 @@ def next_key(before: bytes, local: bytes, extra: bytes = b"") -> bytes:
     return xxh3_64_digest(before + local + extra)
 
 
-def block_keys(
-    root: bytes, locals_: Sequence[bytes], extras: Mapping[int, bytes] | None = None
-) -> list[bytes]:
-    """Keys of consecutive blocks from the start of a prompt; ``extras`` by block number."""
+def block_keys(before: bytes, locals_: Sequence[bytes], extras: Sequence[bytes] = ()) -> list[bytes]:
+    """Keys of consecutive blocks behind the key ``before``; ``extras`` are of the first blocks, or of all."""
     keys = []
-    key = root
-    if not extras:
-        for local in locals_:
-            key = xxh3_64_digest(key + local)
-            keys.append(key)
-        return keys
-    for number, local in enumerate(locals_):
-        key = next_key(key, local, extras.get(number, b""))
+    key = before
+    for local, extra in zip(locals_, extras, strict=False):
+        key = xxh3_64_digest(key + local + extra)
+        keys.append(key)
+    for local in locals_[len(extras) :]:
+        key = xxh3_64_digest(key + local)
         keys.append(key)
     return keys
 
@@ -87,5 +83,5 @@ def prompt_keys(
 ) -> list[bytes]:
     """Keys of the whole blocks of a prompt. An empty ``cache_salt`` is none."""
     root = root_key(model, lora_name, block_size, additional_salt)
-    extras = {0: extra_bytes([cache_salt])} if cache_salt and len(tokens) >= block_size else None
+    extras = [extra_bytes([cache_salt])] if cache_salt else []
     return block_keys(root, local_hashes(tokens, block_size), extras)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import struct
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ MAX_SLOTS = 255 * 8  # as many as a bitmap whose width is one byte can name
 MAX_READERS = 1024
 DEFAULT_MAP_SIZE = 16 << 30
 DATA_FILE = "data.mdb"
+HOLDERS_CACHED = 1 << 14
 
 Tier = Literal[0, 1, 2]
 GPU: Tier = 0
@@ -56,35 +58,32 @@ def tier_of(medium: str) -> Tier:
     return _TIER_OF_MEDIUM.get(medium, DISK)
 
 
-class Holders:
-    """Bitmaps of the slots that hold a block, one per tier, bit n for slot n.
+Holders = tuple[int, int, int]
+"""Bitmaps of the slots that hold a block, by tier: bit n for slot n."""
 
-    On disk: the width of a bitmap in bytes, then the bitmaps of GPU, CPU and disk, trailing empty ones left
-    out. A width of one byte serves eight slots.
+NOBODY: Holders = (0, 0, 0)
+
+
+@lru_cache(HOLDERS_CACHED)
+def encode_holders(holders: Holders) -> bytes:
+    """The ``blocks`` value: the width of a bitmap in bytes, then the bitmaps of GPU, CPU and disk.
+
+    Trailing empty bitmaps are left out. A width of one byte serves eight slots.
     """
-
-    __slots__ = ("tiers",)
-
-    def __init__(self, value: bytes | None = None) -> None:
-        self.tiers = [0, 0, 0] if value is None else list(read_holders(value))
-
-    def __bool__(self) -> bool:
-        return any(self.tiers)
-
-    def encode(self) -> bytes:
-        gpu, cpu, disk = self.tiers
-        width = ((gpu | cpu | disk).bit_length() + 7) // 8
-        used = 3 if disk else 2 if cpu else 1
-        return bytes([width]) + b"".join(bits.to_bytes(width, "little") for bits in self.tiers[:used])
+    gpu, cpu, disk = holders
+    width = ((gpu | cpu | disk).bit_length() + 7) // 8
+    used = 3 if disk else 2 if cpu else 1
+    return bytes([width]) + b"".join(bits.to_bytes(width, "little") for bits in holders[:used])
 
 
-def read_holders(value: bytes) -> tuple[int, int, int]:
-    """The three bitmaps of a ``blocks`` value."""
+@lru_cache(HOLDERS_CACHED)
+def decode_holders(value: bytes) -> Holders:
+    """The bitmaps of a ``blocks`` value."""
     width = value[0]
-    if len(value) == 1 + width:
-        return int.from_bytes(value[1:], "little"), 0, 0
-    parts = [int.from_bytes(value[1 + at * width : 1 + (at + 1) * width], "little") for at in range(3)]
-    return parts[0], parts[1], parts[2]
+    gpu, cpu, disk = (
+        int.from_bytes(value[1 + at * width : 1 + (at + 1) * width], "little") for at in range(3)
+    )
+    return gpu, cpu, disk
 
 
 _NAME = struct.Struct("<8s3BII")

@@ -20,16 +20,16 @@ from indexer.layout import (
     GPU,
     META_ADDRESS,
     META_HEARTBEAT,
+    NOBODY,
     TIERS,
-    Holders,
     Name,
     StreamRecord,
     Tables,
     boot_clock,
+    decode_holders,
     decode_record,
     name_prefix,
     open_to_read,
-    read_holders,
 )
 from indexer.match import Lookup, match
 
@@ -261,7 +261,7 @@ class MapReader:
             value = get(key, db=blocks)
             if value is None:
                 return 0
-            gpu, cpu, disk = read_holders(value)
+            gpu, cpu, disk = decode_holders(value)
             return gpu if level == 0 else gpu | cpu if level == 1 else gpu | cpu | disk
 
         return lookup
@@ -287,7 +287,7 @@ class MapReader:
         """Who holds a block, and in which tiers, by block key."""
         with self._begin() as txn:
             value = txn.get(key, db=self._tables.blocks)
-            tiers = Holders(None if value is None else bytes(value)).tiers
+            tiers = NOBODY if value is None else decode_holders(bytes(value))
             found = []
             for record in self._streams(txn):
                 names = [name for name, bits in zip(TIERS, tiers, strict=True) if bits >> record.slot & 1]

@@ -17,7 +17,10 @@ from indexer.blocks import StreamBlocks
 from indexer.changes import Changes
 from indexer.errors import MapBusyError, MapError, MapFullError
 from indexer.layout import (
+    CPU,
     DEFAULT_MAP_SIZE,
+    DISK,
+    GPU,
     MAX_READERS,
     MAX_SLOTS,
     META_ADDRESS,
@@ -227,13 +230,14 @@ class MapWriter:
     def _sweep(
         self, txn: lmdb.Transaction, changes: Changes, table: lmdb._Database, slot: int, limit: int
     ) -> int:
-        prefix, mask, swept = slot_key(slot), ~(1 << slot), 0
+        prefix, bit, swept = slot_key(slot), 1 << slot, 0
         with txn.cursor(table) as cursor:
             found = cursor.set_range(prefix)
             while found and swept < limit and bytes(cursor.key()).startswith(prefix):
                 if table is self.tables.names:
-                    held = changes.holders(Name.decode(bytes(cursor.value())).key)
-                    held.tiers = [bits & mask for bits in held.tiers]
+                    block = Name.decode(bytes(cursor.value())).key
+                    for tier in (GPU, CPU, DISK):
+                        changes.unhold(block, tier, bit)
                 found = cursor.delete()
                 swept += 1
         return swept

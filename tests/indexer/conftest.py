@@ -23,7 +23,7 @@ from events.schema import BlockRemoved, BlockStored, Event, canonical_hash, toke
 from events.stream import AskReplay, Connected, Frame, Signal
 from events.subscriber import Source
 from indexer.ingest import Ingest
-from indexer.layout import Name, StreamRecord, Tables, decode_record, decode_waiting, read_holders, slot_key
+from indexer.layout import Name, StreamRecord, Tables, decode_holders, decode_record, decode_waiting, slot_key
 from indexer.reader import MapReader
 from indexer.registration import Registration
 from indexer.service import Indexer
@@ -205,7 +205,7 @@ def check_tables(env: lmdb.Environment, tables: Tables) -> None:
         names = {key: Name.decode(value) for key, value in rows(tables.names)}
         waiting = {key: decode_waiting(value) for key, value in rows(tables.waiting)}
         links = rows(tables.children)
-        blocks = {key: read_holders(value) for key, value in rows(tables.blocks)}
+        blocks = {key: decode_holders(value) for key, value in rows(tables.blocks)}
     slots = {slot_key(record.slot): record for record in records}
     assert len(slots) == len(records)
     for key in [*names, *waiting, *(parent for parent, _ in links)]:
