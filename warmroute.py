@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib
 import json
 import logging
+import os
+import signal
 import tomllib
 import types
 from collections.abc import Callable
@@ -14,6 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import click
 import msgspec
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -25,12 +29,16 @@ from router.settings import RouterSettings
 from simulator.errors import SimulatorError
 from simulator.settings import EngineSettings
 
+__version__ = "0.1.0"
+
 PACKAGES = ("events", "indexer", "router", "simulator")
+ERRORS = (EventError, IndexerError, RouterError, SimulatorError)
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "indexer": IndexerSettings,
     "router": RouterSettings,
     "engine": EngineSettings,
 }
+PREFIX = "WARMROUTE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SOURCES = {"DEFAULT": "default", "DEFAULT_MAP": "config file", "ENVIRONMENT": "environment"}
@@ -51,6 +59,18 @@ class StartError(click.ClickException):
         click.echo(f"error: {self.format_message()}", err=True, file=file)
 
 
+def _told(error: click.UsageError) -> str:
+    """A usage error in one line, which names the variable when the value is from the environment."""
+    command = error.ctx.command_path if error.ctx is not None else "warmroute"
+    message = error.format_message()
+    parameter = error.param if isinstance(error, click.BadParameter) else None
+    if parameter is not None and parameter.name and error.ctx is not None:
+        source = error.ctx.get_parameter_source(parameter.name)
+        if source is ParameterSource.ENVIRONMENT:
+            message = f"{error.ctx.auto_envvar_prefix}_{parameter.name.upper()}: {error.message}"
+    return f"{message} See `{command} --help`."
+
+
 # settings: one struct a section, made into flags, environment variables and TOML keys
 
 
@@ -69,6 +89,8 @@ def settings_options(section: type[msgspec.Struct]) -> Callable[[Any], Any]:
 def _option(field: msgspec.structs.FieldInfo, hint: Any) -> Callable[[Any], Any]:
     kind, help_text = _kind_and_help(hint)
     repeated = get_origin(kind) is tuple
+    if repeated:
+        help_text += " In the environment, separated by blanks."
     flag = f"--{field.name.replace('_', '-')}"
     return click.option(
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
@@ -96,11 +118,11 @@ def _kind_and_help(hint: Any) -> tuple[Any, str]:
 
 def _settings(name: str, values: dict[str, Any]) -> Any:
     try:
-        return msgspec.convert(values, SECTIONS[name])
-    except msgspec.ValidationError as error:
-        raise StartError(
-            f"{name} settings: {error}; `warmroute config` shows where each comes from"
-        ) from error
+        settings: Any = msgspec.convert(values, SECTIONS[name])
+        settings.check()
+    except (msgspec.ValidationError, *ERRORS) as error:
+        raise StartError(f"{name} settings: {error}; `warmroute config` shows the sources") from error
+    return settings
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -114,9 +136,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise StartError(f"--config {path} is no TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise StartError(
-            f"--config {path}: {error} (`$` is the file, `$.router.listen` a key of it)"
-        ) from error
+        raise StartError(f"--config {path}: {error} (`$` is the file)") from error
     return tables
 
 
@@ -125,7 +145,7 @@ def _run(service: str, name: str, values: dict[str, Any]) -> None:
     module = importlib.import_module(service)
     try:
         asyncio.run(module.serve(_settings(name, values)))
-    except (EventError, IndexerError, RouterError, SimulatorError) as error:
+    except ERRORS as error:
         raise StartError(str(error)) from error
 
 
@@ -147,11 +167,25 @@ def _quiet() -> None:
     root.setLevel(max(root.level, logging.WARNING))
 
 
+def _warn_of_misspelt_variables() -> None:
+    """Other names with our prefix are none of our business: Kubernetes makes such for its services."""
+    known = {f"{PREFIX}CONFIG", f"{PREFIX}LOG_LEVEL"}
+    for name, section in SECTIONS.items():
+        known |= {f"{PREFIX}{name}_{field.name}".upper() for field in msgspec.structs.fields(section)}
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in known:
+            meant = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+            if meant:
+                logging.getLogger("warmroute").warning("%s is no setting; is %s meant?", name, meant[0])
+
+
 # commands
 
 
-@click.group(context_settings={"auto_envvar_prefix": "WARMROUTE", "help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="warmroute")
+@click.group(
+    context_settings={"auto_envvar_prefix": PREFIX.rstrip("_"), "help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="warmroute")
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
@@ -170,6 +204,7 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
     """
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     _check_packages()
+    _warn_of_misspelt_variables()
     if config is not None:
         tables = _read_config(config)
         context.default_map = {**tables, "record": tables.get("router", {})}
@@ -278,7 +313,9 @@ def demo(as_json: bool, seed: int) -> None:
     _quiet()
     try:
         raise SystemExit(asyncio.run(run_demo(as_json, Shape(seed=seed))))
-    except (IndexerError, RouterError, SimulatorError) as error:
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
+    except ERRORS as error:
         raise StartError(str(error)) from error
 
 
@@ -309,5 +346,19 @@ def config(context: click.Context, as_json: bool) -> None:
     Console().print(table)
 
 
+def run() -> None:
+    """The entry point: as click's own, but a usage error is one line."""
+    try:
+        raise SystemExit(main.main(prog_name="warmroute", standalone_mode=False))
+    except click.Abort:
+        raise SystemExit(1) from None
+    except click.UsageError as error:
+        StartError(_told(error)).show()
+        raise SystemExit(StartError.exit_code) from None
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
+
+
 if __name__ == "__main__":
-    main()
+    run()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from events.schema import EventError
 
 MAX_PORT = 65535
@@ -45,3 +47,9 @@ def offset_port(endpoint: str, rank: int) -> str:
     if int(port) + rank > MAX_PORT:
         raise AddressError(f"port {port} of {endpoint!r} leaves no port for rank {rank}; use a lower one")
     return f"{address}:{int(port) + rank}"
+
+
+def cannot_listen(listen: str, error: OSError) -> str:
+    """What to say when ``listen`` cannot be had."""
+    why = "address already in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+    return f"cannot listen on {listen}: {why}; choose another --listen"

@@ -260,7 +260,15 @@ def open_to_read(path: Path) -> tuple[lmdb.Environment, Tables]:
     if not (path / DATA_FILE).exists():
         raise MapMissingError(f"no map in {path} yet; start `warmroute indexer --map {path}`")
     try:
-        env = lmdb.open(str(path), readonly=True, create=False, max_dbs=8, max_readers=MAX_READERS, lock=True)
+        env = lmdb.open(
+            str(path),
+            map_size=0,  # the map's own: LMDB's default would have to be changed between queries
+            readonly=True,
+            create=False,
+            max_dbs=8,
+            max_readers=MAX_READERS,
+            lock=True,
+        )
     except lmdb.Error as error:
         raise MapError(f"cannot open the map in {path} to read: {error}") from error
     try:

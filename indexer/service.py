@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from events.address import AddressError, host_and_port, http_url
+from events.address import AddressError, cannot_listen, host_and_port, http_url
 from events.subscriber import Subscriber
 from indexer.api import QueryApi, answer, errors_as_json
 from indexer.debug import DebugApi
@@ -121,9 +121,7 @@ async def listening(app: web.Application, listen: str) -> AsyncIterator[str]:
         try:
             await site.start()
         except OSError as error:
-            raise ListenError(
-                f"cannot listen on {listen}: {error.strerror or error}; choose another --listen"
-            ) from error
+            raise ListenError(cannot_listen(listen, error)) from error
         url = http_url(host, runner.addresses[0][1])
         log.info("listening on %s", url)
         yield url

@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from events.address import AddressError, host_and_port
+from indexer.errors import SettingsError
 from indexer.layout import DEFAULT_MAP_SIZE
 
 
@@ -29,3 +31,10 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         float,
         Meta(ge=0, description="Longest time that /ready waits for streams to prove themselves, seconds."),
     ] = 30.0
+
+    def check(self) -> None:
+        """Raises SettingsError for values that no indexer could run with."""
+        try:
+            host_and_port(self.listen)
+        except AddressError as error:
+            raise SettingsError(str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import statistics
 import sys
 import tempfile
@@ -57,7 +58,13 @@ class Counted(msgspec.Struct, frozen=True):
 
 
 async def demo(as_json: bool, shape: Shape = WORKLOAD) -> int:
-    """Runs the demo and returns the exit code; ``as_json`` ends stdout with one line of JSON."""
+    """Runs the demo and returns the exit code; ``as_json`` ends stdout with one line of JSON.
+
+    SIGTERM cancels it, so that its processes end with it.
+    """
+    this = asyncio.current_task()
+    assert this is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     terminal = Console(stderr=True)
     report = terminal if as_json else Console()
     report.print(_introduction(shape))
@@ -252,7 +259,7 @@ def _conclusion(measured: dict[str, Measured], fallbacks: int) -> str:
         "Look further:",
         "  README.md                        put it in front of your own vLLM",
         "  docs/architecture.md             how the map and the decision work",
-        "  compose/compose.yaml             the same stack with Jaeger: every decision as a trace",
+        "  compose/compose.yaml             the same parts in containers; each decision as a trace in Jaeger",
         "  warmroute engine --help          an engine like these, to play with",
     ]
     return "\n".join(lines)

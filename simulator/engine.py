@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import logging
 import secrets
@@ -16,7 +15,7 @@ from types import TracebackType
 import msgspec
 from aiohttp import web
 
-from events.address import AddressError, host_and_port, http_url, offset_port
+from events.address import AddressError, cannot_listen, host_and_port, http_url, offset_port
 from events.publisher import Publisher, PublisherError
 from simulator import openai, tokenizer
 from simulator.core import EngineCore
@@ -73,10 +72,7 @@ class Engine:
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             await self.close()
-            reason = "address already in use" if error.errno == errno.EADDRINUSE else error.strerror or error
-            raise ListenError(
-                f"cannot listen on {self.settings.listen}: {reason}; choose another --listen"
-            ) from error
+            raise ListenError(cannot_listen(self.settings.listen, error)) from error
         except (AddressError, PublisherError) as error:
             await self.close()
             raise ListenError(f"{error} with --events or --replay") from error
@@ -225,7 +221,10 @@ class Engine:
             if not remaining:
                 completed = sum(len(request.output) for _, request in running)
                 pieces.append(stream.end(_cached_tokens(generation, running), completed))
-            await response.write(b"".join(pieces))
+            try:
+                await response.write(b"".join(pieces))
+            except ConnectionResetError:  # The client left; the caller forgets its requests.
+                return response
         await response.write_eof()
         return response
 

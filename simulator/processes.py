@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +16,7 @@ from simulator.errors import DemoError
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.02
+SETTINGS_PREFIX = "WARMROUTE_"
 
 _LISTENING = re.compile(r"listening on (http://\S+)")
 
@@ -61,6 +63,11 @@ class Service:
         return "\n".join(self._log.read_text().splitlines()[-8:]) or "(it logged nothing)"
 
 
+def _without_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what would set up the services other than their flags do."""
+    return {name: value for name, value in environment.items() if not name.startswith(SETTINGS_PREFIX)}
+
+
 class Services:
     """Services that end together, in the reverse of the order they were started in."""
 
@@ -74,7 +81,10 @@ class Services:
         log = self._folder / f"{name}.log"
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "warmroute", *arguments), stdout=output, stderr=output
+                *(sys.executable, "-m", "warmroute", "--log-level", "info", *arguments),
+                stdout=output,
+                stderr=output,
+                env=_without_settings(os.environ),
             )
         service = Service(name, process, log)
         self._services.append(service)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -55,8 +56,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def check(self) -> None:
         """Raises SettingsError for values that no engine could run with."""
         for name in ("block_size", "ranks", "max_batched_tokens", "max_seqs", "prefill_rate", "decode_rate"):
-            if getattr(self, name) <= 0:
-                raise SettingsError(f"{name} {getattr(self, name)}: must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise SettingsError(f"{name} {getattr(self, name)}: must be a number above 0")
         if self.blocks < 2:
             raise SettingsError(f"blocks {self.blocks}: must be at least 2, one of them is the null block")
         if not 1 < self.model_len <= self.capacity:

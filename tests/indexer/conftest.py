@@ -113,6 +113,7 @@ class Tape:
         self.inbox = Inbox()
         self.sources: dict[StreamId, Source] = {}
         self.added: Counter[StreamId] = Counter()
+        self.removed: Counter[StreamId] = Counter()
         self.asks: list[tuple[StreamId, AskReplay]] = []
 
     def add(self, stream: StreamId, source: Source) -> None:
@@ -120,6 +121,7 @@ class Tape:
         self.added[stream] += 1
 
     def remove(self, stream: StreamId) -> None:
+        self.removed[stream] += 1
         self.sources.pop(stream, None)
         self.inbox.forget(stream)
 

@@ -76,7 +76,7 @@ def test_a_registration_that_differs_replaces_the_stream(
     after = rig.record(a)
     assert (after.registration, after.sequence, after.blocks) == (wanted, None, 0)
     assert after.generation > before.generation
-    assert rig.feed.added[a] == 2
+    assert (rig.feed.removed[a], rig.feed.added[a]) == (1, 2)
     assert rig.feed.sources[a].address == wanted.address
     assert not any(tiers[2] for tiers in rig.held(PROMPT, wanted.model_name).values())
     rig.collect()
@@ -192,6 +192,23 @@ def test_pe01_an_engine_that_restarted_meanwhile_loses_what_it_had(
     assert rig.feed.asks[-1][1].start == 0
     rig.collect()
     rig.check()
+    rig.close()
+
+
+def test_ev14_history_that_is_lost_stays_lost_when_the_indexer_restarts(
+    make_rig: Any, engine: Any, tmp_path: Path
+) -> None:
+    rig = make_rig(tmp_path)
+    a = rig.follow("A", **REPLAY)
+    late = rig.frame(a, engine().stored(PROMPT))[1]
+    rig.ingest.step([(a, Replayed(1, 7, late.payload)), (a, ReplayEnded(1))])
+    assert matched(rig) == ("partial", 0.5, 28)
+    rig.abandon()
+    rig = make_rig(tmp_path)
+    rig.resume()
+    ask = rig.feed.asks[-1][1].ask
+    rig.ingest.step([(a, Replayed(ask, 7, late.payload)), (a, ReplayEnded(ask))])
+    assert matched(rig) == ("partial", 0.5, 28)
     rig.close()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from events.schema import decode, token_array
@@ -134,6 +134,7 @@ def test_empty_extra_keys_are_none(nothing: Any) -> None:
     assert extra_bytes(nothing, "adapter") == b""
 
 
+@settings(deadline=None)
 @given(tokens, st.lists(extra_keys, max_size=9))
 def test_block_keys_are_the_fold_of_next_key(ids: list[int], extras: list[list[Any]]) -> None:
     locals_ = local_hashes(token_array(ids), 4)
@@ -146,6 +147,7 @@ def test_block_keys_are_the_fold_of_next_key(ids: list[int], extras: list[list[A
     assert block_keys(root_key("m", None, 4), locals_) == block_keys(root_key("m", None, 4), locals_, [])
 
 
+@settings(deadline=None)
 @given(tokens, tokens, st.sampled_from([1, 2, 3, 16]))
 def test_keys_are_equal_exactly_as_far_as_the_prompts_are(one: list[int], two: list[int], size: int) -> None:
     common = 0

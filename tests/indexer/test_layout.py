@@ -1,7 +1,7 @@
 """The forms in which values stand in the map."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.layout import (
@@ -26,6 +26,7 @@ from indexer.registration import Registration
 bitmaps = st.integers(0, 2**40) | st.sampled_from([0, 1, 255, 256, 1 << (MAX_SLOTS - 1)])
 
 
+@settings(deadline=None)
 @given(st.tuples(bitmaps, bitmaps, bitmaps).filter(any))
 def test_holders_come_back_as_they_were_written(holders: tuple[int, int, int]) -> None:
     assert decode_holders(encode_holders(holders)) == holders
@@ -35,6 +36,7 @@ def test_a_block_on_one_gpu_of_eight_takes_two_bytes() -> None:
     assert len(encode_holders((1 << 7, 0, 0))) == 2
 
 
+@settings(deadline=None)
 @given(
     st.binary(min_size=8, max_size=8),
     st.binary(max_size=65),

@@ -59,16 +59,19 @@ def anyhow(draw: st.DrawFn) -> Holdings:
     return holdings
 
 
+@settings(deadline=None)
 @given(monotone(), st.integers(0, 31), st.integers(0, 31))
 def test_leading_runs_match_as_block_by_block(holdings: Holdings, slots: int, holey: int) -> None:
     assert match(holdings.lookup, holdings.keys, slots, holey) == holdings.block_by_block(slots)
 
 
+@settings(deadline=None)
 @given(anyhow(), st.integers(0, 31))
 def test_holes_end_the_match_of_slots_that_may_have_them(holdings: Holdings, slots: int) -> None:
     assert match(holdings.lookup, holdings.keys, slots, holey=slots) == holdings.block_by_block(slots)
 
 
+@settings(deadline=None)
 @given(anyhow(), st.integers(0, 31))
 def test_only_slots_said_to_have_holes_need_to_be_walked(holdings: Holdings, slots: int) -> None:
     holey = 0

@@ -1,0 +1,165 @@
+"""The front door: settings from flags, environment and file, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import warmroute
+
+COMMANDS = ("indexer", "router", "engine", "record", "verify", "demo", "config")
+
+
+def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of the command, run as its entry point does."""
+    monkeypatch.setattr(sys, "argv", ["warmroute", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        warmroute.run()
+    return int(ended.value.code or 0)
+
+
+def settings(*arguments: str, **environment: str) -> dict[str, dict[str, object]]:
+    """What ``warmroute config --json`` says, by setting."""
+    done = CliRunner(env=environment).invoke(warmroute.main, [*arguments, "config", "--json"])
+    assert done.exit_code == 0, done.output
+    return {row["setting"]: row for row in json.loads(done.stdout)}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "warmroute.toml"
+    path.write_text('[router]\nlisten = "127.0.0.1:1234"\nreplica = ["a=http://a:1", "b=http://b:2"]\n')
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    done = CliRunner().invoke(warmroute.main, [command, "--help"])
+    assert done.exit_code == 0
+    assert "Usage:" in done.output
+
+
+def test_config_says_where_each_value_comes_from(config: Path) -> None:
+    found = settings("--config", str(config), WARMROUTE_INDEXER_MAP="/there")
+    assert found["router.listen"] == {
+        "setting": "router.listen",
+        "value": "127.0.0.1:1234",
+        "source": "config file",
+    }
+    assert found["router.replica"]["value"] == ["a=http://a:1", "b=http://b:2"]
+    assert found["indexer.map"] == {"setting": "indexer.map", "value": "/there", "source": "environment"}
+    assert found["engine.block_size"]["source"] == "default"
+
+
+def test_the_environment_wins_over_the_file(config: Path) -> None:
+    found = settings("--config", str(config), WARMROUTE_ROUTER_LISTEN="127.0.0.1:9")
+    assert (found["router.listen"]["value"], found["router.listen"]["source"]) == (
+        "127.0.0.1:9",
+        "environment",
+    )
+
+
+def test_replicas_in_the_environment_are_split_at_blanks() -> None:
+    found = settings(WARMROUTE_ROUTER_REPLICA="a=http://a:1 b=http://b:2")
+    assert found["router.replica"]["value"] == ["a=http://a:1", "b=http://b:2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[router]\nlistn = 'x'\n", "$.router"),
+        ("[router]\nattempts = 'many'\n", "$.router.attempts"),
+        ("[indexer]\nmap_size = 1\n", "$.indexer.map_size"),
+        ("[indxer]\n", "indxer"),
+        ("[router\n", "no TOML"),
+    ],
+)
+def test_a_bad_config_file_is_refused_with_the_keys_path(
+    text: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    assert run(["--config", str(path), "config"], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--config", "/nonexistent.toml", "config"], "/nonexistent.toml"),
+        (["router", "--attempts", "x"], "--attempts"),
+        (["router", "--policy", "nope"], "nope"),
+        (["router", "--replica", "bogus"], "bogus"),
+        (["indexer", "--listen", "nowhere"], "--listen"),
+        (["indexer", "--map-size", "1"], "map_size"),
+        (["engine", "--prefill-rate", "nan"], "prefill_rate"),
+        (["engine", "--blocks", "1"], "blocks"),
+        (["verify", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
+        (["verify"], "FILE"),
+        (["nope"], "nope"),
+    ],
+)
+def test_what_cannot_start_is_one_line_and_exit_code_2(
+    arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments, monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+
+
+def test_config_refuses_what_a_start_would_refuse(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WARMROUTE_ENGINE_BLOCKS", "1")
+    assert run(["config"], monkeypatch) == 2
+    assert "engine settings: blocks 1" in capsys.readouterr().err
+
+
+def test_a_bad_value_in_the_environment_is_blamed_on_the_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WARMROUTE_ROUTER_ATTEMPTS", "x")
+    assert run(["router"], monkeypatch) == 2
+    assert "WARMROUTE_ROUTER_ATTEMPTS" in capsys.readouterr().err
+
+
+def test_a_misspelt_variable_is_pointed_out_and_a_strangers_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        settings(WARMROUTE_ROUTER_LISTN="x", WARMROUTE_ROUTER_SERVICE_HOST="10.0.0.1")
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == ["WARMROUTE_ROUTER_LISTN is no setting; is WARMROUTE_ROUTER_LISTEN meant?"]
+
+
+@pytest.mark.parametrize("command", ["indexer", "router", "engine"])
+def test_a_port_in_use_is_named(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        more = ["--map", str(tmp_path)] if command == "indexer" else []
+        assert run([command, "--listen", address, *more], monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert f"cannot listen on {address}: address already in use; choose another --listen" in said
+
+
+def test_another_distributions_package_of_the_same_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stranger = types.ModuleType("events")
+    stranger.__file__ = str(tmp_path / "events" / "__init__.py")
+    monkeypatch.setitem(sys.modules, "events", stranger)
+    assert run(["config"], monkeypatch) == 2
+    assert "the package 'events' comes from" in capsys.readouterr().err
