@@ -133,10 +133,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         msgspec.convert(tables, Config)
     except OSError as error:
         raise StartError(f"cannot read --config {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise StartError(f"--config {path} is no TOML: {error}") from error
     except msgspec.ValidationError as error:
         raise StartError(f"--config {path}: {error} (`$` is the file)") from error
+    except ValueError as error:
+        raise StartError(f"--config {path} is no TOML: {error}") from error
     return tables
 
 
@@ -286,7 +286,7 @@ def _print_verdicts(verdicts: list[Any]) -> None:
         table.add_column(name, no_wrap=True)
     for name in ("checked", "hits", "exact", "over", "under", "restarts"):
         table.add_column(name, justify="right")
-    console = Console()
+    console = Console(markup=False)
     for verdict in verdicts:
         for replica, tally in verdict.replicas.items():
             counts = (tally.checked, tally.hits, tally.exact, tally.over, tally.under, tally.restarted)
@@ -298,6 +298,8 @@ def _print_verdicts(verdicts: list[Any]) -> None:
                 f"{verdict.file} request {miss.request} on {miss.replica}: "
                 f"predicted {miss.predicted} tokens, reported {miss.reported}"
             )
+        if not any(tally.checked for tally in verdict.replicas.values()):
+            console.print(f"{verdict.file}: nothing to check, no request in it is marked for it")
         if verdict.unusable:
             console.print(f"{verdict.file}: {verdict.unusable} requests say too little to be checked")
 
@@ -343,7 +345,7 @@ def config(context: click.Context, as_json: bool) -> None:
         value = row["value"]
         shown = "\n".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
         table.add_row(row["setting"], shown, row["source"])
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def run() -> None:

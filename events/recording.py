@@ -23,7 +23,8 @@ import msgspec
 
 from events.schema import EventError
 
-END_OF_REPLAY = b"\xff" * 8
+SEQUENCE_BYTES = 8
+END_OF_REPLAY = b"\xff" * SEQUENCE_BYTES
 
 
 class RecordingError(EventError):
@@ -49,6 +50,8 @@ class Published(msgspec.Struct, tag_field="k", tag="ev", kw_only=True):
         """Raises ValueError, which the decoder turns into an error of the line."""
         for frame in self.f:
             _unpack(frame)
+        if len(_unpack(self.f[1])) != SEQUENCE_BYTES:
+            raise ValueError(f"a sequence frame that is not of {SEQUENCE_BYTES} bytes")
 
     @property
     def sequence(self) -> int:

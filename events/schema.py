@@ -17,7 +17,6 @@ import msgspec
 
 MAX_HASH_BYTES = 64
 MIN_RAW_HASH_BYTES = 8
-MAX_EXTRA_KEY_DEPTH = 8
 _U64 = (1 << 64) - 1
 
 RejectReason = Literal["unknown_event", "bad_event"]
@@ -162,6 +161,7 @@ class _AnyArrayBatch(_AnyBatch, array_like=True, gc=False):
     pass
 
 
+_encode_extra_keys = msgspec.msgpack.Encoder(order="deterministic").encode
 _EVENT_TYPES = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 
@@ -321,14 +321,8 @@ def _extra_keys(wire: _Stored) -> list[list[Any] | None] | None:
     """One entry per block; a bare key stands for a list of one."""
     if wire.extra_keys is None or not any(wire.extra_keys):
         return None
-    if not _is_shallow(wire.extra_keys, MAX_EXTRA_KEY_DEPTH):
-        raise ValueError(f"extra_keys nested deeper than {MAX_EXTRA_KEY_DEPTH} levels")
+    try:
+        _encode_extra_keys(wire.extra_keys)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"extra_keys that have no canonical form: {error}") from error
     return [key if key is None or isinstance(key, list) else [key] for key in wire.extra_keys]
-
-
-def _is_shallow(value: Any, levels: int) -> bool:
-    """Whether ``value`` nests no deeper, so that it can be encoded again."""
-    if not isinstance(value, list | dict):
-        return True
-    inside = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inside)

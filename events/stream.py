@@ -338,12 +338,16 @@ class Stream:
         ask = self._ask
         if ask is None or frame.ask != ask.number:
             return []
-        ask.deadline = now + self._limits.replay_silence
+        before = (self.last, ask.verifies)
         if ask.verifies:
-            return self._verify(ask, frame, now)
-        if ask.rebuilds:
-            return self._rebuild(ask, frame, now)
-        return self._continue(ask, frame, now)
+            actions = self._verify(ask, frame, now)
+        elif ask.rebuilds:
+            actions = self._rebuild(ask, frame, now)
+        else:
+            actions = self._continue(ask, frame, now)
+        if before != (self.last, ask.verifies):  # Only what is new is an answer.
+            ask.deadline = now + self._limits.replay_silence
+        return actions
 
     def _verify(self, ask: _Ask, frame: Replayed, now: float) -> list[Action]:
         assert self.last is not None

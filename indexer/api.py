@@ -23,6 +23,7 @@ from indexer.reader import MapReader, Matched, serves
 from indexer.registration import Registration
 
 LARGE_PROMPT_TOKENS = 16_384
+LARGE_PROMPT_BLOCKS = 1_024
 _U64 = (1 << 64) - 1
 
 Body = TypeVar("Body")
@@ -99,17 +100,22 @@ class QueryApi:
                 body.model_name, body.token_ids, lora_name=body.lora_name, cache_salt=body.cache_salt
             )
 
-        with self._metrics.query_seconds.time():
-            large = len(body.token_ids) > LARGE_PROMPT_TOKENS
-            matched = await asyncio.to_thread(match) if large else match()
-        return answer(_scores(matched))
+        return await self._answer(match, len(body.token_ids) > LARGE_PROMPT_TOKENS)
 
     async def query_by_hash(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), QueryByHash)
         self._check_model(body.model_name)
         locals_ = [_local_hash(value) for value in body.block_hashes]
+
+        def match() -> list[Matched]:
+            return self._reader.query_local(body.model_name, locals_, lora_name=body.lora_name)
+
+        return await self._answer(match, len(locals_) > LARGE_PROMPT_BLOCKS)
+
+    async def _answer(self, match: Callable[[], list[Matched]], large: bool) -> web.Response:
+        """Small prompts are matched on the loop, where it costs less than going to a thread."""
         with self._metrics.query_seconds.time():
-            matched = self._reader.query_local(body.model_name, locals_, lora_name=body.lora_name)
+            matched = await asyncio.to_thread(match) if large else match()
         return answer(_scores(matched))
 
     def _check_model(self, model: str) -> None:
@@ -171,7 +177,7 @@ def parse(body: bytes, shape: type[Body]) -> Body:
     """A request body as ``shape``. Raises RegistrationError that names the field."""
     try:
         return msgspec.json.decode(body, type=shape)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RegistrationError(f"the request body cannot be used: {error}") from error
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+import lmdb
 import msgspec
+from cachetools import TTLCache
 
 from events.inbox import Inbox, StreamId
 from events.logs import Throttled
@@ -23,9 +26,10 @@ from events.schema import (
     PayloadError,
     canonical_hash,
 )
-from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream
+from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream, digest_of
 from events.subscriber import Source
-from indexer.errors import IndexerError, MapError, UnknownInstanceError
+from indexer.blocks import PREFIX_KINDS
+from indexer.errors import IndexerError, MapError, RegistrationError, UnknownInstanceError
 from indexer.layout import StreamKey, StreamRecord
 from indexer.registration import Registration
 from indexer.writer import Group, MapWriter
@@ -33,6 +37,11 @@ from indexer.writer import Group, MapWriter
 log = logging.getLogger(__name__)
 
 GROUP_SIGNALS = 512
+COLLECT_SHARE = 16
+MAX_POISON = 1_000
+MAX_SAID = 4_096
+SAY_AGAIN_S = 10.0
+RELEARN_AFTER = 8
 IDLE_S = 0.1
 HEARTBEAT_S = 0.5
 SYNC_S = 60.0
@@ -51,6 +60,14 @@ class Feed(Protocol):
     def ask_replay(self, stream: StreamId, ask: int, start: int) -> None: ...
 
 
+class PoisonError(IndexerError):
+    """A batch that cannot be applied, though it could be decoded."""
+
+    def __init__(self, stream: StreamId, payload: bytes, error: Exception) -> None:
+        super().__init__(f"a batch of {_title(stream)} cannot be applied and is left out: {error!r}")
+        self.batch = (stream, digest_of(payload))
+
+
 class Followed:
     """A stream that is followed: its state machine, and a decoder that knows its encoding."""
 
@@ -62,6 +79,7 @@ class Followed:
             lost=record.lost,
         )
         self.decoder = Decoder()
+        self.strays = 0
 
 
 class Ingest:
@@ -85,9 +103,11 @@ class Ingest:
         self._clock = clock
         self._wall = wall
         self._warn = Throttled(log)
+        self._said: TTLCache[str, None] = TTLCache(MAX_SAID, SAY_AGAIN_S, timer=clock)
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
         self._followed: dict[StreamId, Followed] = {}
         self._asks: dict[StreamId, AskReplay] = {}
+        self._poison: set[tuple[StreamId, bytes]] = set()
         self._beat_at = float("-inf")
         self._sync_at = clock() + SYNC_S
         self._running = False
@@ -154,14 +174,12 @@ class Ingest:
                 time.sleep(RECOVERY_PAUSE_S)
 
     def _report(self, error: Exception) -> None:
-        if isinstance(error, MapError):
-            self._warn.warning("map", "%s; going on from the last commit", error)
-        else:
-            log.error("ingesting failed; going on from the last commit", exc_info=error)
+        told = str(error) if isinstance(error, MapError) else "".join(traceback.format_exception(error))
+        self._warn.warning(repr(type(error)), "%s; going on from the last commit", told)
 
     @property
     def _busy(self) -> bool:
-        return self._writer.has_garbage or not self._commands.empty()
+        return self._writer.garbage > 0 or not self._commands.empty()
 
     def step(self, signals: list[tuple[StreamId, Signal]]) -> None:
         """Applies one group of signals, and what is due by now, in one commit.
@@ -171,7 +189,7 @@ class Ingest:
         now = self._clock()
         if signals or now >= self._beat_at:
             self._commit(signals, now)
-        if self._writer.has_garbage:
+        for _ in range(1 + self._writer.garbage // COLLECT_SHARE if self._writer.garbage else 0):
             self._writer.collect()
         if now >= self._sync_at:
             self._writer.sync()
@@ -222,29 +240,45 @@ class Ingest:
         try:
             batch = followed.decoder.decode(action.payload)
         except PayloadError as error:
-            record.counters.skip("payload")
-            followed.machine.damaged(f"the batch with sequence {action.sequence} could not be read")
+            self._leave_out(stream, "payload", action)
             self._warn.warning(f"payload {stream}", "%s sent %s", _title(stream), error)
         else:
-            record = self._apply_batch(group, stream, batch, action.sequence)
+            if self._poison and (stream, digest_of(action.payload)) in self._poison:
+                self._leave_out(stream, "poison", action)
+            else:
+                record = self._apply_or_raise(group, stream, batch, action)
         record.sequence = action.sequence
         record.event_at = self._wall()
         record.counters.batches += 1
         group.touch(record)
 
+    def _leave_out(self, stream: StreamId, reason: str, action: Apply) -> None:
+        """A batch is missing in the map from here on."""
+        self._record(stream).counters.skip(reason)
+        self._followed[stream].machine.damaged(f"the batch with sequence {action.sequence} could not be used")
+
+    def _apply_or_raise(self, group: Group, stream: StreamId, batch: Batch, action: Apply) -> StreamRecord:
+        """Applies a batch. Raises PoisonError for a fault that would come back whenever it is tried again."""
+        try:
+            return self._apply_batch(group, stream, batch, action.sequence)
+        except lmdb.Error:
+            raise
+        except Exception as error:
+            raise PoisonError(stream, action.payload, error) from error
+
     def _apply_batch(self, group: Group, stream: StreamId, batch: Batch, sequence: int) -> StreamRecord:
         record = self._record(stream)
-        blocks = group.blocks(record)
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self._note_form(stream, record, event)
-                blocks.store(event)
+                _note_form(record, event)
+                record = self._fit_block_size(group, stream, record, event)
+                group.blocks(record).store(event)
             elif isinstance(event, BlockRemoved):
-                blocks.remove(event)
+                group.blocks(record).remove(event)
             elif isinstance(event, AllBlocksCleared):
-                record = self._writer.renew(group, record)
+                if not record.is_empty:
+                    record = self._writer.renew(group, record)
                 record.counters.cleared += 1
-                blocks = group.blocks(record)
                 self._followed[stream].machine.cleared(sequence)
         for rejected in batch.rejected:
             record.counters.skip(rejected.reason)
@@ -253,22 +287,38 @@ class Ingest:
             )
         return record
 
-    def _note_form(self, stream: StreamId, record: StreamRecord, event: BlockStored) -> None:
-        if record.hash_form is None and event.hashes:
-            record.hash_form = "int" if len(event.hashes[0]) == len(canonical_hash(0)) else "bytes"
-        if event.block_size and record.block_size not in (None, event.block_size):
-            self._warn.warning(
-                f"block size {stream}",
-                "%s stores blocks of %d tokens, %s are registered; they are skipped: register the right "
-                "block_size, or none",
-                _title(stream),
-                event.block_size,
-                record.block_size,
-            )
+    def _fit_block_size(
+        self, group: Group, stream: StreamId, record: StreamRecord, event: BlockStored
+    ) -> StreamRecord:
+        """A learned block size that event after event contradicts was learned from a stray one."""
+        followed = self._followed[stream]
+        if event.group_kind not in PREFIX_KINDS or not event.tokens:
+            return record
+        if record.block_size in (None, event.block_size):
+            followed.strays = 0
+            return record
+        followed.strays += 1
+        registered = record.registration.block_size is not None
+        self._warn.warning(
+            f"block size {stream}",
+            "%s stores blocks of %d tokens, %d are %s; they are skipped",
+            _title(stream),
+            event.block_size,
+            record.block_size,
+            "registered (register the right block_size, or none)" if registered else "what it stored first",
+        )
+        if registered or followed.strays < RELEARN_AFTER:
+            return record
+        followed.strays = 0
+        renewed = self._writer.renew(group, record)
+        renewed.block_size = event.block_size
+        return renewed
 
     def _reset(self, group: Group, stream: StreamId, action: Reset) -> None:
         record = self._record(stream)
-        log.info("%s: forgetting %d blocks: %s", _title(stream), record.blocks, action.reason)
+        self._warn.warning(
+            f"reset {stream}", "%s: forgetting %d blocks: %s", _title(stream), record.blocks, action.reason
+        )
         renewed = self._writer.renew(group, record)
         renewed.block_size = record.registration.block_size  # another process may have another
 
@@ -277,9 +327,15 @@ class Ingest:
         now = (machine.state, machine.reason, machine.lost, machine.last, machine.digest)
         if now != (record.state, record.reason, record.lost, record.sequence, record.digest):
             if machine.state != record.state:
-                log.info("%s is %s: %s", _title(stream), machine.state, machine.reason)
+                self._say(f"{_title(stream)} is {machine.state}", machine.reason)
             record.state, record.reason, record.lost, record.sequence, record.digest = now
             group.touch(record)
+
+    def _say(self, what: str, why: str) -> None:
+        """A change of state; one that flaps is not worth a line each time."""
+        if what not in self._said:
+            log.info("%s: %s", what, why)
+        self._said[what] = None
 
     # streams
 
@@ -315,8 +371,8 @@ class Ingest:
             except IndexerError as error:
                 future.set_exception(error)
             except Exception as error:
+                log.exception("a command failed; nothing of it was done")
                 future.set_exception(IndexerError(f"the indexer failed: {error!r}"))
-                raise
             else:
                 future.set_result(None)
 
@@ -331,16 +387,31 @@ class Ingest:
                 known.registration = registration
                 group.touch(known)
             return
-        if known is not None:
-            self._feed.remove(key)
+        self._refuse_shared_topic(registration)
         with self._writer.group() as group:
             if known is not None:
                 self._writer.close_stream(group, known)
             record = self._writer.open_stream(group, registration)
-            self._followed[key] = Followed(record)
-            self._note_state(group, key)
+            followed = Followed(record)
+            record.state, record.reason = followed.machine.state, followed.machine.reason
+        if known is not None:
+            self._feed.remove(key)
+        self._followed[key] = followed
         self._feed.add(key, _source(registration))
         log.info("following %s at %s", _title(key), registration.endpoint)
+
+    def _refuse_shared_topic(self, registration: Registration) -> None:
+        """Two streams on one bound address with one topic could not be told apart."""
+        if not registration.binds:
+            return
+        for record in self._writer.streams.values():
+            other = record.registration
+            shared = (other.endpoint, other.topic) == (registration.endpoint, registration.topic)
+            if shared and record.id != (registration.instance, registration.dp_rank):
+                raise RegistrationError(
+                    f"{_title(record.id)} has the topic {other.topic!r} at {registration.endpoint} already; "
+                    "give each replica a topic of its own"
+                )
 
     def forget(self, instance_id: str, model_name: str, rank: int | None = None) -> None:
         """Carries out :meth:`unregister`, on the thread. Raises UnknownInstanceError."""
@@ -353,17 +424,23 @@ class Ingest:
         ]
         if not gone:
             raise UnknownInstanceError(f"no instance {instance_id!r} of model {model_name!r} is registered")
-        for record in gone:
-            self._feed.remove(record.id)
-            self._followed.pop(record.id, None)
         with self._writer.group() as group:
             for record in gone:
                 self._writer.close_stream(group, record)
+        for record in gone:
+            self._feed.remove(record.id)
+            self._followed.pop(record.id, None)
 
 
 def _key(stream: StreamId) -> StreamKey:
     assert isinstance(stream, tuple)
     return stream
+
+
+def _note_form(record: StreamRecord, event: BlockStored) -> None:
+    """Remembers how the engine spells its hashes."""
+    if record.hash_form is None and event.hashes:
+        record.hash_form = "int" if len(event.hashes[0]) == len(canonical_hash(0)) else "bytes"
 
 
 def _title(stream: StreamId) -> str:

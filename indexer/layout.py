@@ -28,14 +28,12 @@ import lmdb
 import msgspec
 
 from events.stream import State
-from indexer.errors import MapError, MapMissingError, MapSchemaError
 from indexer.registration import Registration
 
 SCHEMA_VERSION = 1
 MAX_SLOTS = 255 * 8  # as many as a bitmap whose width is one byte can name
 MAX_READERS = 1024
 DEFAULT_MAP_SIZE = 16 << 30
-DATA_FILE = "data.mdb"
 HOLDERS_CACHED = 1 << 14
 
 Tier = Literal[0, 1, 2]
@@ -181,6 +179,11 @@ class StreamRecord(msgspec.Struct):
     def id(self) -> StreamKey:
         return (self.registration.instance, self.registration.dp_rank)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of this generation is in the map."""
+        return not (self.blocks or self.waiting)
+
 
 StreamKey = tuple[str, int]
 
@@ -227,21 +230,6 @@ class Tables:
         return (self.names, self.waiting, self.children)
 
 
-def check_schema(env: lmdb.Environment, path: Path) -> None:
-    """Raises MapSchemaError for a map of another schema than this program's; before its tables are opened."""
-    try:
-        meta = env.open_db(b"meta", create=False)
-    except (lmdb.ReadonlyError, lmdb.NotFoundError):
-        return
-    with env.begin() as txn:
-        found = txn.get(META_SCHEMA, db=meta)
-    if found is not None and int(found) != SCHEMA_VERSION:
-        raise MapSchemaError(
-            f"the map in {path} has schema {int(found)}, this warmroute writes schema {SCHEMA_VERSION}; "
-            "use the version that wrote it, or give another --map folder"
-        )
-
-
 def boot_clock() -> float:
     """Seconds since this host booted: one clock for all processes on it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -253,31 +241,3 @@ def boot_id() -> bytes:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
         return b"unknown"
-
-
-def open_to_read(path: Path) -> tuple[lmdb.Environment, Tables]:
-    """The map for a reader in another process than the indexer's. Raises MapError."""
-    if not (path / DATA_FILE).exists():
-        raise MapMissingError(f"no map in {path} yet; start `warmroute indexer --map {path}`")
-    try:
-        env = lmdb.open(
-            str(path),
-            map_size=0,  # the map's own: LMDB's default would have to be changed between queries
-            readonly=True,
-            create=False,
-            max_dbs=8,
-            max_readers=MAX_READERS,
-            lock=True,
-        )
-    except lmdb.Error as error:
-        raise MapError(f"cannot open the map in {path} to read: {error}") from error
-    try:
-        check_schema(env, path)
-        tables = Tables(env, create=False)
-    except (lmdb.ReadonlyError, lmdb.NotFoundError) as error:
-        env.close()
-        raise MapMissingError(f"the map in {path} has no tables yet: {error}") from error
-    except MapError:
-        env.close()
-        raise
-    return env, tables

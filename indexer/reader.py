@@ -13,6 +13,7 @@ import msgspec
 
 from events.schema import token_array
 from indexer.errors import MapError
+from indexer.folder import DATA_FILE, open_to_read
 from indexer.keys import block_keys, prompt_keys, root_key
 from indexer.layout import (
     CPU,
@@ -29,7 +30,6 @@ from indexer.layout import (
     decode_holders,
     decode_record,
     name_prefix,
-    open_to_read,
 )
 from indexer.match import Lookup, match
 
@@ -96,12 +96,15 @@ class MapReader:
         trust: Trust | None = None,
         clock: Callable[[], float] = boot_clock,
         owns: bool = False,
+        file: Path | None = None,
     ) -> None:
         self._env = env
         self._tables = tables
         self._trust = trust or Trust()
         self._clock = clock
         self._owns = owns
+        self._file = file
+        self._inode = None if file is None else file.stat().st_ino
         self._records: tuple[int, list[StreamRecord]] | None = None
 
     @classmethod
@@ -117,7 +120,7 @@ class MapReader:
         if unlocked:  # LMDB goes on without them on a read-only mount, and snapshots rot under the reader
             env.close()
             raise MapError(f"the map in {path} cannot be locked; mount the folder so that it can be written")
-        return cls(env, tables, trust=trust, owns=True)
+        return cls(env, tables, trust=trust, owns=True, file=path / DATA_FILE)
 
     def close(self) -> None:
         if self._owns:
@@ -154,7 +157,21 @@ class MapReader:
 
     def _heartbeat_age(self, txn: lmdb.Transaction) -> float:
         beat = txn.get(META_HEARTBEAT, db=self._tables.meta)
-        return float("inf") if beat is None else max(0.0, self._clock() - float(beat))
+        age = float("inf") if beat is None else max(0.0, self._clock() - float(beat))
+        if age > HEARTBEAT_LIMIT_S:
+            self._check_file()
+        return age
+
+    def _check_file(self) -> None:
+        """A map that is silent may have been put aside, or deleted: this reader is still on the old file."""
+        if self._file is None:
+            return
+        try:
+            current = self._file.stat().st_ino
+        except OSError:
+            current = None
+        if current != self._inode:
+            raise MapError(f"the map in {self._file.parent} was replaced; it has to be opened again")
 
     def streams(self) -> list[StreamStatus]:
         """All streams, each with its state and weight as of now."""

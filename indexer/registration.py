@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -21,7 +22,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     means that the first stored block tells. Shape: Mooncake RFC #1403, with ``aliases`` and ``topic`` added.
     """
 
-    instance_id: _Name | int
+    instance_id: _Name | Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     endpoint: _Name
     model_name: _Name
     replay_endpoint: str | None = None
@@ -57,10 +58,17 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 def _check_address(what: str, address: str, may_be_wildcard: bool) -> None:
     scheme, _, rest = address.partition("://")
-    if scheme in ("ipc", "inproc") and rest:
+    if scheme == "ipc" and rest:
+        _check_socket_file(what, rest)
         return
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise RegistrationError(f"{what} is no ZeroMQ address; write tcp://HOST:PORT")
     if "*" in host and not may_be_wildcard:
         raise RegistrationError(f"{what} names no host; write the replica's own in place of *")
+
+
+def _check_socket_file(what: str, path: str) -> None:
+    """ZeroMQ deletes what it finds where it binds."""
+    if not path.startswith("@") and Path(path).exists() and not Path(path).is_socket():
+        raise RegistrationError(f"{what} is a file and no socket; give another path")

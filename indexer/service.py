@@ -27,6 +27,7 @@ from indexer.writer import MapWriter
 log = logging.getLogger(__name__)
 
 REQUEST_LIMIT_BYTES = 64 << 20
+SHUTDOWN_S = 5.0
 SETTLING = frozenset({"connecting", "unverified", "replaying"})
 
 
@@ -114,7 +115,7 @@ async def listening(app: web.Application, listen: str) -> AsyncIterator[str]:
         host, port = host_and_port(listen)
     except AddressError as error:
         raise SettingsError(str(error)) from error
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

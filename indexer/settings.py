@@ -25,7 +25,11 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
     map_size: Annotated[
         int,
-        Meta(ge=1 << 20, description="Room reserved for the map, bytes; the file grows only as it fills."),
+        Meta(
+            ge=1 << 20,
+            le=1 << 46,
+            description="Room reserved for the map, bytes; the file grows as it fills.",
+        ),
     ] = DEFAULT_MAP_SIZE
     ready_deadline_s: Annotated[
         float,
@@ -34,6 +38,8 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def check(self) -> None:
         """Raises SettingsError for values that no indexer could run with."""
+        if not self.map:
+            raise SettingsError("map '' names no folder; give one")
         try:
             host_and_port(self.listen)
         except AddressError as error:

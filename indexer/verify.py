@@ -153,12 +153,12 @@ class _Verification:
         if sent.prompt is None:
             self.verdict.unusable += 1
             return
-        model = sent.body.get("model")
+        model, salt = sent.body.get("model"), sent.body.get("cache_salt")
         found = self._reader.query(
             BASE_MODEL,
             sent.prompt,
-            lora_name=model if model in self._adapters else None,
-            cache_salt=sent.body.get("cache_salt"),
+            lora_name=model if isinstance(model, str) and model in self._adapters else None,
+            cache_salt=salt if isinstance(salt, str) else None,
         )
         tokens = 0
         for matched in found:

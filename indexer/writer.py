@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TextIO
 
 import lmdb
 import msgspec
 
 from indexer.blocks import StreamBlocks
 from indexer.changes import Changes
-from indexer.errors import MapBusyError, MapError, MapFullError
+from indexer.errors import MapError, MapFullError
+from indexer.folder import ANOTHER_FOLDER, as_map_error, lock_to_write, open_to_write, sign
 from indexer.layout import (
     CPU,
     DEFAULT_MAP_SIZE,
     DISK,
     GPU,
-    MAX_READERS,
     MAX_SLOTS,
     META_ADDRESS,
     META_BOOT,
@@ -34,10 +31,8 @@ from indexer.layout import (
     Name,
     StreamKey,
     StreamRecord,
-    Tables,
     boot_clock,
     boot_id,
-    check_schema,
     decode_record,
     encode_record,
     slot_key,
@@ -46,7 +41,6 @@ from indexer.registration import Registration
 
 log = logging.getLogger(__name__)
 
-LOCK_FILE = "writer.lock"
 COLLECT_STEP = 2_000
 
 
@@ -96,16 +90,17 @@ class MapWriter:
         """
         self.path = path
         self._clock = clock
-        with ExitStack() as undo, _as_map_error("use", path):
-            self._lock = undo.enter_context(_lock(path))
-            self.env = undo.enter_context(_open(path, map_size))
-            check_schema(self.env, path)
-            self.tables = Tables(self.env, create=True)
+        with ExitStack() as undo, as_map_error("use", path):
+            self._lock, ours = lock_to_write(path)
+            undo.callback(self._lock.close)
+            self.env, self.tables = open_to_write(path, map_size, ours=ours)
+            undo.callback(self.env.close)
+            sign(self._lock)
             self._start(boot or boot_id())
+            self.streams: dict[StreamKey, StreamRecord] = {}
+            self._retired: dict[int, StreamRecord] = {}
+            self._load()
             undo.pop_all()
-        self.streams: dict[StreamKey, StreamRecord] = {}
-        self._retired: dict[int, StreamRecord] = {}
-        self._load()
 
     def _start(self, boot: bytes) -> None:
         """Takes the map over; one that an unclean end of another boot left behind is emptied in place."""
@@ -133,7 +128,13 @@ class MapWriter:
     def _load(self) -> None:
         """Reads the records of the last commit."""
         with self.env.begin() as txn:
-            records = [decode_record(bytes(value)) for _, value in txn.cursor(self.tables.streams)]
+            rows = [bytes(value) for _, value in txn.cursor(self.tables.streams)]
+        try:
+            records = [decode_record(row) for row in rows]
+        except msgspec.MsgspecError as error:
+            raise MapError(
+                f"a stream in the map in {self.path} cannot be read: {error}; {ANOTHER_FOLDER}"
+            ) from error
         self.streams = {record.id: record for record in records if not record.retired}
         self._retired = {record.slot: record for record in records if record.retired}
 
@@ -145,7 +146,7 @@ class MapWriter:
         MapFullError when the map has no room.
         """
         try:
-            with _as_map_error("write", self.path), self.env.begin(write=True) as txn:
+            with as_map_error("write", self.path), self.env.begin(write=True) as txn:
                 group = Group(Changes(txn, self.tables))
                 yield group
                 group.changes.flush()
@@ -158,7 +159,7 @@ class MapWriter:
 
     def set_address(self, url: str) -> None:
         """Notes where the indexer listens, for routers that know only the map. Raises MapError."""
-        with _as_map_error("write", self.path), self.env.begin(write=True) as txn:
+        with as_map_error("write", self.path), self.env.begin(write=True) as txn:
             txn.put(META_ADDRESS, url.encode(), db=self.tables.meta)
 
     # streams
@@ -176,7 +177,10 @@ class MapWriter:
         return record
 
     def renew(self, group: Group, record: StreamRecord) -> StreamRecord:
-        """The next generation of a stream, empty; its slot is retired in one write."""
+        """The next generation of a stream, empty; its slot is retired in one write.
+
+        Raises MapFullError when all slots are in use.
+        """
         self._retire(group, record)
         renewed = self.open_stream(group, record.registration)
         renewed.block_size = record.block_size
@@ -209,14 +213,14 @@ class MapWriter:
     # collecting
 
     @property
-    def has_garbage(self) -> bool:
-        """Whether entries of retired slots are left."""
-        return bool(self._retired)
+    def garbage(self) -> int:
+        """How many retired slots are not collected yet."""
+        return len(self._retired)
 
     def collect(self, step: int = COLLECT_STEP) -> None:
         """Deletes up to ``step`` entries of retired slots in one short transaction. Raises MapError."""
         slot, record = next(iter(self._retired.items()))
-        with _as_map_error("write", self.path), self.env.begin(write=True) as txn:
+        with as_map_error("write", self.path), self.env.begin(write=True) as txn:
             changes = Changes(txn, self.tables)
             left = step
             for table in self.tables.by_slot:
@@ -264,52 +268,3 @@ class MapWriter:
         finally:
             self.env.close()
             self._lock.close()
-
-
-@contextmanager
-def _as_map_error(action: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except lmdb.MapFullError as error:
-        raise MapFullError(f"the map in {path} is full; give a larger --map-size") from error
-    except lmdb.Error as error:
-        raise MapError(f"cannot {action} the map in {path}: {error}") from error
-
-
-def _lock(path: Path) -> TextIO:
-    """Our own lock: LMDB lets several processes write in turn, this map has one writer."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / LOCK_FILE).open("a+")
-    except OSError as error:
-        raise MapError(
-            f"cannot use the map folder {path}: {error.strerror}; give a --map folder that can be written"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        owner = lock.read().strip() or "unknown"
-        lock.close()
-        raise MapBusyError(
-            f"the map in {path} is written by another indexer (process {owner}); "
-            "stop that one, or give another --map folder"
-        ) from error
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"{os.getpid()} on {os.uname().nodename}")
-    lock.flush()
-    return lock
-
-
-def _open(path: Path, map_size: int) -> lmdb.Environment:
-    """No ``writemap``: a full disk would be a SIGBUS. No sync: the map is a cache of what engines hold."""
-    return lmdb.open(
-        str(path),
-        map_size=map_size,
-        max_dbs=8,
-        max_readers=MAX_READERS,
-        sync=False,
-        metasync=False,
-        writemap=False,
-    )

@@ -344,7 +344,7 @@ BAD_EVENTS: list[Any] = [
     ["BlockStored", [1], None, [1], -1],
     ["BlockStored", [1], None, [1], 1, "lora"],
     ["BlockStored", [1], None, [1], 1, None, 5],
-    ["BlockStored", [1], None, [1], 1, None, None, None, [[[[[[[[[["a"]]]]]]]]]]],
+    ["BlockStored", [1], None, [1], 1, None, None, None, [[{1: 2}]]],
     ["BlockStored", [1], None, [1], 1, None, None, None, None, 256],
     ["BlockStored", [1], None, [1], 1, None, None, None, None, -1],
     ["BlockRemoved"],

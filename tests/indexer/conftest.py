@@ -181,7 +181,7 @@ class Rig:
         }
 
     def collect(self) -> None:
-        while self.writer.has_garbage:
+        while self.writer.garbage:
             self.writer.collect()
 
     def check(self) -> None:

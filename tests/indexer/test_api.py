@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from events.publisher import Publisher
 from events.schema import display_hash, token_array
+from indexer.errors import MapError
 from indexer.keys import local_hashes
 from indexer.service import Indexer
 
@@ -182,17 +183,17 @@ async def test_ranks_of_an_instance_are_told_apart_and_the_best_counts(
 ) -> None:
     zero, one = publishers(), publishers()
     await api.register("A", zero)
-    publish(api, "A", zero, engine().stored(PROMPT, 0, 2))
+    publish(api, "A", zero, engine().stored(PROMPT))
     await api.register("A", one, dp_rank=1)
-    publish(api, "A", one, engine().stored(PROMPT), rank=1)
+    publish(api, "A", one, engine().stored(PROMPT, 0, 2), rank=1)
     answer = await api.query()
-    assert answer["scores"] == {"A": {"0": 8, "1": 28}}
+    assert answer["scores"] == {"A": {"0": 28, "1": 8}}
     assert answer["instances"]["A"] == {
         "longest_matched": 28,
         "gpu": 28,
         "cpu": 28,
         "disk": 28,
-        "dp": {"0": 8, "1": 28},
+        "dp": {"0": 28, "1": 8},
     }
 
 
@@ -307,6 +308,15 @@ async def test_a_stream_that_is_not_trusted_scores_nothing(
     assert answer["instances"]["gone"]["longest_matched"] == 0
 
 
+async def test_a_map_that_cannot_be_read_is_503(two: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise MapError("cannot read the map")
+
+    monkeypatch.setattr(two.indexer.reader, "streams", fail)
+    assert await two.call("GET", "/workers") == (503, {"error": "cannot read the map"})
+    assert (await two.call("POST", "/query", {"model_name": "m", "token_ids": []}))[0] == 503
+
+
 # health
 
 
@@ -381,6 +391,13 @@ async def test_a_block_size_other_than_registered_is_visible(
     warnings = [each.getMessage() for each in caplog.records if "blocks of 4 tokens" in each.getMessage()]
     assert len(warnings) == 1
     assert "16 are registered" in warnings[0]
+
+
+async def test_messages_that_were_none_are_visible(two: Api) -> None:
+    two.indexer.subscriber.faults.count(("A", 0), "frames")
+    skipped = {each["instance"]: each["skipped"] for each in (await two.get("/debug/replicas"))["replicas"]}
+    assert skipped == {"A": {"frames": 1}, "1": {}}
+    assert 'skipped_total{instance="A",rank="0",reason="frames"} 1.0' in await two.get("/metrics")
 
 
 async def test_unmatched_topics_are_visible(api: Api, publishers: Any, until: Any) -> None:

@@ -200,6 +200,18 @@ def test_blocks_behind_a_wide_hole_find_their_way_back(rig: Any, engine: Any) ->
     assert gpu(rig) == {"A": 28}
 
 
+def test_a_new_branch_behind_a_hole_counts_once_the_hole_is_filled(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    branch = [*PROMPT[:12], *[7] * 8]
+    rig.say(a, hasher.stored(PROMPT), *hasher.removed(PROMPT, 2, 3))
+    rig.say(a, hasher.stored(branch, 3))
+    assert rig.record(a).orphans == 2
+    assert gpu(rig, branch) == {"A": 8}
+    rig.say(a, hasher.stored(PROMPT, 2, 3))
+    assert rig.record(a).orphans == 0
+    assert gpu(rig, branch) == {"A": 20}
+
+
 def test_nothing_is_left_when_all_was_removed_in_any_order(rig: Any, engine: Any) -> None:
     a, hasher = rig.follow("A"), engine()
     rig.say(a, hasher.stored(PROMPT))
@@ -484,6 +496,15 @@ def test_a_contradiction_breaks_nothing(rig: Any, events: list[Event]) -> None:
         rig.check()
     rig.say(a, *[BlockRemoved([canonical_hash(each)]) for each in (1, 2, 3)] * 5)
     assert rig.record(a).blocks == 0
+
+
+def test_blocks_behind_one_that_is_known_with_other_content_follow_what_is_known(rig: Any) -> None:
+    a = rig.follow("A")
+    rig.say(a, chain(1, 2))
+    rig.say(a, chain(3, 2, 4, 5))
+    assert gpu(rig, [each for each in (1, 2, 4, 5) for _ in range(4)]) == {"A": 16}
+    assert gpu(rig, [each for each in (3, 2, 4, 5) for _ in range(4)]) == {"A": 4}
+    assert rig.record(a).counters.contradictions == 1
 
 
 def test_blocks_behind_one_that_is_known_need_not_wait_for_its_other_parent(rig: Any) -> None:

@@ -79,7 +79,7 @@ def test_ev27_the_adapters_name_is_left_out_of_the_extra_keys() -> None:
     assert extra_bytes(["one", "salt"], "one") == extra_bytes(["salt"])
     # Only the leading one, and only its own: a salt may be spelt like it.
     assert extra_bytes(["one", "one"], "one") == extra_bytes(["one"])
-    assert extra_bytes(["salt", "one"], "one") != extra_bytes(["salt"])
+    assert extra_bytes(["salt", "one"], "one") == extra_bytes(["salt", "one"]) != extra_bytes(["salt"])
     assert extra_bytes(["one"]) != b""
 
 
@@ -112,6 +112,12 @@ def test_ev28_every_spelling_of_extra_keys_decodes_to_one_form(announced: Any, s
 def test_ev28_extra_keys_of_other_types_are_other_keys() -> None:
     spellings: list[list[Any]] = [["1"], [1], [b"1"], [["1"]], [None], [1.0], [["1", 0]], ["1", 0]]
     assert len({extra_bytes(each) for each in spellings}) == len(spellings)
+
+
+def test_the_order_in_which_a_map_was_written_is_no_part_of_a_key() -> None:
+    assert (
+        extra_bytes([{"a": 1, "b": 2}]) == extra_bytes([{"b": 2, "a": 1}]) != extra_bytes([{"a": 2, "b": 1}])
+    )
 
 
 def test_ev29_salts_part_at_block_0_and_an_empty_one_is_none() -> None:
