@@ -107,6 +107,8 @@ class _Ask(msgspec.Struct):
     rebuilds: bool
     deadline: float
     answered: bool = False
+    kept: list[Replayed] = []
+    kept_bytes: int = 0
 
 
 def digest_of(payload: bytes) -> bytes:
@@ -338,14 +340,14 @@ class Stream:
         ask = self._ask
         if ask is None or frame.ask != ask.number:
             return []
-        before = (self.last, ask.verifies)
+        before = (self.last, ask.verifies, len(ask.kept))
         if ask.verifies:
             actions = self._verify(ask, frame, now)
         elif ask.rebuilds:
             actions = self._rebuild(ask, frame, now)
         else:
             actions = self._continue(ask, frame, now)
-        if before != (self.last, ask.verifies):  # Only what is new is an answer.
+        if before != (self.last, ask.verifies, len(ask.kept)):  # Only what is new is an answer.
             ask.deadline = now + self._limits.replay_silence
         return actions
 
@@ -365,15 +367,26 @@ class Stream:
         return []
 
     def _rebuild(self, ask: _Ask, frame: Replayed, now: float) -> list[Action]:
-        """A replay of everything: worth taking only if it reaches back to the beginning."""
-        if frame.sequence != 0:
+        """A replay of everything: kept until it is whole, and worth it only if it reaches back to 0."""
+        if frame.sequence < len(ask.kept):
+            return []
+        size = ask.kept_bytes + len(frame.payload)
+        if (
+            frame.sequence > len(ask.kept)
+            or len(ask.kept) >= self._limits.held_frames
+            or size > self._limits.held_bytes
+        ):
             self._ask = None
             return self._drain(now)
-        ask.rebuilds = False
-        ask.answered = True
-        self.last = None
-        self.state = "replaying"
-        return [Reset("rebuilt from a full replay"), self._take(frame)]
+        ask.kept.append(frame)
+        ask.kept_bytes = size
+        return []
+
+    def _rebuilt(self, ask: _Ask) -> list[Action]:
+        """What a whole replay brings; nothing when it ends before what is known already."""
+        if not ask.kept or (self.last is not None and len(ask.kept) <= self.last):
+            return []
+        return [Reset("rebuilt from a full replay"), *(self._take(frame) for frame in ask.kept)]
 
     def _continue(self, ask: _Ask, frame: Replayed, now: float) -> list[Action]:
         expected = 0 if self.last is None else self.last + 1
@@ -397,8 +410,9 @@ class Stream:
             return self._restart(f"the engine knows no sequence {self.last}", now)
         self._ask = None
         self._failures = 0
+        actions = self._rebuilt(ask) if ask.rebuilds else []
         self._settle()
-        actions = self._drain(now)
+        actions += self._drain(now)
         if self._ask is None:
             self._holes = 0
         return actions
@@ -439,7 +453,7 @@ class Stream:
         assert self._ask is not None
         ask, self._ask = self._ask, None
         self._failures += 1
-        self._broken_off += ask.answered
+        self._broken_off += ask.answered or bool(ask.kept)
         self.replays_failed += 1
         wait = min(self._limits.cool_down * 2 ** min(self._failures - 1, 16), self._limits.cool_down_max)
         self._retry_at = now + wait

@@ -21,6 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.inbox import Inbox, StreamId
+from events.logs import Throttled
 from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ MAX_SOCKETS = 65_535
 WAKE_MS = 500
 RESUME_MS = 20
 RECONNECT_PATIENCE_S = 1.0
+ADDRESS_RETRY_S = 2.0
 
 _LINK_EVENTS = (
     zmq.EVENT_CONNECTED
@@ -62,9 +64,13 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Faults(msgspec.Struct):
-    """What could not be used, by reason, and the topics in bind mode that name no stream."""
+    """What could not be used, by reason, and the topics in bind mode that name no stream.
+
+    ``broken`` says in words why a stream cannot be followed now.
+    """
 
     by_stream: dict[StreamId, Counter[str]] = {}
+    broken: dict[StreamId, str] = {}
     unmatched: Counter[str] = msgspec.field(default_factory=Counter)
 
     def count(self, stream: StreamId, reason: str) -> None:
@@ -84,6 +90,7 @@ class _Live:
         self.binds = source.binds
         self.address = source.address
         self.streams: dict[StreamId, str | None] = {}
+        self.connected: set[StreamId] = set()
         self.peers = 0
         self.cut_at: float | None = None
         self._links: set[int] = set()
@@ -151,6 +158,8 @@ class Subscriber:
         self._replays: dict[StreamId, _Replay] = {}
         self._paused: set[StreamId] = set()
         self._sources: dict[StreamId, Source] = {}
+        self._unopened: dict[StreamId, tuple[float, Source]] = {}
+        self._warn = Throttled(log)
         self._names = count()
         self._wake_in, self._wake_out = self._wake_pair()
         self._wake_lock = threading.Lock()
@@ -161,7 +170,7 @@ class Subscriber:
     # called from any thread
 
     def add(self, stream: StreamId, source: Source) -> None:
-        """Starts to follow a stream. An address that cannot be used is counted and logged."""
+        """Starts to follow a stream. An address that cannot be used is counted, and tried again."""
         self._command(lambda: self._add(stream, source))
 
     def remove(self, stream: StreamId) -> None:
@@ -236,6 +245,7 @@ class Subscriber:
                 self._read_replay(replay)
         self._resume_paused()
         self._reopen_cut()
+        self._retry_unopened()
 
     def _drain_wakes(self) -> None:
         try:
@@ -249,12 +259,21 @@ class Subscriber:
             live = self._shared(source) or self._open_live(source)
         except zmq.ZMQError as error:
             self.faults.count(stream, "address")
-            log.error("cannot use %s of stream %s: %s", source.address, stream, error)
+            self.faults.broken[stream] = f"cannot use {source.address}: {error.strerror}"
+            self._warn.warning(f"address {stream}", "%s of %s", self.faults.broken[stream], stream)
+            self._unopened[stream] = (time.monotonic() + ADDRESS_RETRY_S, source)
             return
+        self._unopened.pop(stream, None)
+        self.faults.broken.pop(stream, None)
         live.streams[stream] = source.topic
         self._sources[stream] = source
         if live.peers:
-            self.inbox.put(stream, Connected())
+            self._tell(live, stream, Connected())
+
+    def _retry_unopened(self) -> None:
+        for stream, (due, source) in list(self._unopened.items()):
+            if time.monotonic() >= due:
+                self._add(stream, source)
 
     def _shared(self, source: Source) -> _Live | None:
         """Streams whose engines connect to one of our addresses share its socket."""
@@ -297,13 +316,16 @@ class Subscriber:
 
     def _remove(self, stream: StreamId) -> None:
         self._sources.pop(stream, None)
+        self._unopened.pop(stream, None)
         self._close_replay(stream)
         for socket, live in list(self._live.items()):
             if stream in live.streams:
                 del live.streams[stream]
+                live.connected.discard(stream)
                 if not live.streams:
                     self._close_live(socket, live)
         self.faults.by_stream.pop(stream, None)
+        self.faults.broken.pop(stream, None)
         self.inbox.forget(stream)
 
     def _close_live(self, socket: zmq.Socket[bytes], live: _Live) -> None:
@@ -330,11 +352,21 @@ class Subscriber:
             changes, joined = changes + more, joined or joined_since
         if left and not joined:
             self._dispatch_all(live, frames)
-        for stream in live.streams:
-            for change in changes:
-                self.inbox.put(stream, change)
+        for change in changes:
+            for stream in live.streams:
+                self._tell(live, stream, change)
         if not left:
             self._dispatch_all(live, frames)
+
+    def _tell(self, live: _Live, stream: StreamId, change: Signal) -> None:
+        """An engine that joins a bound address is no reason to doubt those that are there."""
+        if isinstance(change, Disconnected):
+            live.connected.discard(stream)
+        elif stream in live.connected:
+            return
+        else:
+            live.connected.add(stream)
+        self.inbox.put(stream, change)
 
     def _receive(self, socket: zmq.Socket[bytes], limit: int) -> list[list[bytes]]:
         messages: list[list[bytes]] = []
@@ -360,6 +392,7 @@ class Subscriber:
             if live.cut_at is not None and live.cut_at < before:
                 again = self._open_live(Source(live.address))
                 again.streams = live.streams
+                again.connected = live.connected
                 self._close_live(live.socket, live)
 
     def _dispatch_all(self, live: _Live, messages: list[list[bytes]]) -> None:

@@ -65,7 +65,7 @@ class DebugApi:
             "replay_endpoint": registered.replay_endpoint,
             "state": status.state,
             "weight": status.weight,
-            "reason": record.reason,
+            "reason": self._subscriber.faults.broken.get(record.id, record.reason),
             "sequence": record.sequence,
             "generation": record.generation,
             "lag_batches": self._ingest.held(record.id),

@@ -14,13 +14,15 @@ from router.fleet import Fleet
 from router.load import Load
 from router.metrics import RouterMetrics
 from router.registrar import Registrar
-from router.replicas import Health, Replica
+from router.replicas import Health, Replica, StreamId
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Admin:
-    """The handlers. ``draining`` tells whether we are going down."""
+    """The handlers. ``strangers`` gives the replicas of the index that are none of ours, ``draining`` tells
+    whether we are going down.
+    """
 
     def __init__(
         self,
@@ -29,6 +31,7 @@ class Admin:
         metrics: RouterMetrics,
         decisions: DecisionLog,
         registrar: Registrar | None,
+        strangers: Callable[[], list[str]],
         draining: Callable[[], bool],
     ) -> None:
         self._fleet = fleet
@@ -36,6 +39,7 @@ class Admin:
         self._metrics = metrics
         self._decisions = decisions
         self._registrar = registrar
+        self._strangers = strangers
         self._draining = draining
 
     def add_routes(self, app: web.Application) -> None:
@@ -62,13 +66,22 @@ class Admin:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def replicas(self, request: web.Request) -> web.Response:
-        """Every replica with its state, models, streams, load and last error."""
-        registered = self._registrar.registered() if self._registrar else set()
-        shown = [self._replica(replica, registered) for replica in self._fleet.replicas.values()]
-        registrar_error = self._registrar.last_error if self._registrar else None
-        return _json({"replicas": shown, "registrar_error": registrar_error})
+        """Every replica with its state, models, streams, load and last error, the indexer they are registered
+        at, and the replicas that only the index knows.
+        """
+        return _json(
+            {
+                "replicas": [self._replica(replica) for replica in self._fleet.replicas.values()],
+                "indexer": self._registrar.indexer() if self._registrar else None,
+                "unknown_in_index": self._strangers(),
+            }
+        )
 
-    def _replica(self, replica: Replica, registered: set[tuple[str, int]]) -> dict[str, Any]:
+    def _registered(self, stream: StreamId) -> bool | str:
+        registered = self._registrar.registered(stream) if self._registrar else False
+        return "unknown" if registered is None else registered
+
+    def _replica(self, replica: Replica) -> dict[str, Any]:
         sources = {source.rank: source for source in replica.sources}
         models = replica.models
         return {
@@ -85,7 +98,7 @@ class Admin:
                     "rank": rank,
                     "events": sources[rank].endpoint if rank in sources else None,
                     "replay": sources[rank].replay_endpoint if rank in sources else None,
-                    "registered": (name, rank) in registered,
+                    "registered": self._registered((name, rank)),
                     "load": self._load.of((name, rank)),
                 }
                 for name, rank in replica.streams()

@@ -5,6 +5,7 @@ Read beside the bytes, never changing them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import msgspec
@@ -13,6 +14,9 @@ TAIL_BYTES = 16 * 1024
 """Kept of a stream's end: the usage stands in its last chunk, in front of ``[DONE]``."""
 BODY_LIMIT_BYTES = 8 * 1024 * 1024
 """Bodies beyond this are not read for usage."""
+_DONE = re.compile(rb"[\r\n]data: ?\[DONE\]")
+_DONE_BYTES = 13
+"""The longest that it matches. JSON has no line breaks, so no text of an answer looks like it."""
 
 
 class _Details(msgspec.Struct):
@@ -67,15 +71,24 @@ _decode_whole = msgspec.json.Decoder(_Whole).decode
 
 
 class AnswerTap:
-    """Sees the bytes of one answer as they pass. ``whole`` keeps all of a stream, for its text."""
+    """Sees the bytes of one answer as they pass. ``whole`` keeps all of a stream, for its text.
+
+    ``done``: the stream has said ``[DONE]``. Nothing comes after it, and clients hang up on it.
+    """
 
     def __init__(self, *, is_stream: bool, whole: bool = False) -> None:
         self._is_stream = is_stream
         self._whole = whole
         self._chunks: list[bytes] = []
         self._size = 0
+        self._line = b"\n"
+        self.done = False
 
     def feed(self, chunk: bytes) -> None:
+        if self._is_stream and not self.done:
+            line = self._line + chunk
+            self.done = _DONE.search(line) is not None
+            self._line = line[-_DONE_BYTES:]
         self._chunks.append(chunk)
         self._size += len(chunk)
         if self._is_stream and not self._whole and self._size > 2 * TAIL_BYTES:

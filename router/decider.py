@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from indexer.reader import Matched
-from router.decision import Ask, Candidate, Decision
+from router.decision import Ask, Candidate, Decision, Ranked
 from router.errors import RefusedError
 from router.fleet import Fleet
 from router.load import Load, Reservation
@@ -105,27 +105,30 @@ class Decider:
             model=plan.model,
             policy=policy.name,
             chosen=chosen.stream,
-            reason=_reason(plan, best.reason, failed),
+            reason=_reason(plan, best, failed),
             prompt_tokens=prompt_tokens,
-            matched_tokens=_matched_tokens(chosen, plan),
-            best_available_tokens=None if plan.ids is None else max(map(_trusted, candidates)),
+            matched_tokens=_told_match(plan, [chosen]),
+            best_available_tokens=_told_match(plan, candidates),
             prefill_tokens=prefill_tokens,
             ranked=ranked,
             fallback=plan.fallback.code if plan.fallback else None,
             attempt=attempt,
         )
-        return decision, self._load.reserve(chosen.stream, prefill_tokens)
+        return decision, self._load.reserve(chosen.stream, prefill_tokens, streams=plan.streams)
 
     def _streams(self, plan: Plan, failed: Collection[str]) -> list[StreamId]:
         fleet = self._fleet
         replicas = fleet.serving(plan.model)
-        if not plan.is_prompt and not replicas:
+        if not fleet.knows(plan.model):
+            if plan.is_prompt and fleet.replicas:
+                raise _unknown_model(plan.model)
             replicas = fleet.usable()
-        elif not fleet.knows(plan.model) and fleet.replicas:
-            raise _unknown_model(plan.model)
         streams = [s for replica in replicas if replica.name not in failed for s in replica.streams()]
+        # A rank that nobody has is for the engine to refuse, as it does without us.
+        if plan.rank in fleet.ranks(plan.model):
+            streams = [s for s in streams if s[1] == plan.rank]
         if not streams:
-            raise _no_replica(fleet, failed)
+            raise _no_replica(fleet, plan, failed)
         if self._max_inflight is not None:
             streams = [s for s in streams if self._load.of(s).requests < self._max_inflight]
         if not streams:
@@ -152,19 +155,15 @@ class Decider:
         return plan.body_bytes // BYTES_PER_TOKEN if plan.is_prompt else 0
 
 
-def _matched_tokens(chosen: Candidate, plan: Plan) -> int | None:
-    """What is said of the chosen stream: nothing without tokens, 0 where the index knows nothing."""
-    if plan.ids is None:
-        return None
-    return _trusted(chosen)
+def _told_match(plan: Plan, candidates: Iterable[Candidate]) -> int | None:
+    """The longest match that is told: None without tokens, 0 where the index knows nothing."""
+    return None if plan.ids is None else max(candidate.trusted_tokens or 0 for candidate in candidates)
 
 
-def _trusted(candidate: Candidate) -> int:
-    return (candidate.matched_tokens or 0) if candidate.weight else 0
-
-
-def _reason(plan: Plan, reason: str, failed: Collection[str]) -> str:
-    parts = [f"fallback: {plan.fallback.text}; {reason}" if plan.fallback else reason, *plan.notes]
+def _reason(plan: Plan, best: Ranked, failed: Collection[str]) -> str:
+    parts = [f"fallback: {plan.fallback.text}; {best.reason}" if plan.fallback else best.reason, *plan.notes]
+    if plan.rank is not None and plan.rank == best.candidate.rank:
+        parts.append(f"rank {plan.rank} as asked for")
     if failed:
         parts.append(f"after {', '.join(sorted(failed))} failed")
     return "; ".join(parts)
@@ -177,13 +176,19 @@ def _unknown_model(model: str | None) -> RefusedError:
     )
 
 
-def _no_replica(fleet: Fleet, failed: Collection[str]) -> RefusedError:
+def _no_replica(fleet: Fleet, plan: Plan, failed: Collection[str]) -> RefusedError:
     if not fleet.replicas:
         message, reason = "no replica is configured; give the router --replica NAME=URL", "no replica"
     elif failed:
         message, reason = (
             f"no replica could be reached (tried {', '.join(sorted(failed))})",
             "no replica reached",
+        )
+    elif fleet.usable():
+        wanted = f"model {plan.model}" if plan.rank is None else f"model {plan.model} with rank {plan.rank}"
+        message, reason = (
+            f"no replica of {wanted} is healthy; /debug/replicas says why",
+            f"no healthy replica of {wanted}",
         )
     else:
         message, reason = "no replica is healthy; /debug/replicas says why", "no healthy replica"

@@ -16,9 +16,9 @@ MAX_REASON_CHARS = 300
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A stream that could take the request.
 
-    ``matched_tokens`` is what it holds of the prompt and an engine can use; None where the index did not
-    say. ``credited_tokens`` is that weighed by tier and by trust in the stream's ``state``. The last three
-    are its load.
+    ``matched_tokens`` is what the index says that it holds of the prompt and an engine can use; None where
+    the index did not say. ``credited_tokens`` is that weighed by tier and by ``weight``, the trust in the
+    stream's ``state``. The last three are its load.
     """
 
     replica: str
@@ -35,6 +35,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stream(self) -> StreamId:
         return self.replica, self.rank
+
+    @property
+    def trusted_tokens(self) -> int | None:
+        """The match as it is told; None where the index did not say, or cannot be trusted at all now."""
+        return None if self.weight is not None and self.weight <= 0 else self.matched_tokens
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -73,8 +78,9 @@ class RankFunction(Protocol):
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What was decided for one attempt of a request. Holds nothing of the prompt but its length.
 
-    ``best_available_tokens`` is the longest match among the candidates; ``fallback`` the code of what failed
-    in front of the decision, if something did.
+    ``matched_tokens`` is what the index holds for the chosen stream, before trust is weighed in: 0 where it
+    is not trusted at all, None without tokens. ``best_available_tokens`` is the longest match among the
+    candidates; ``fallback`` the code of what failed in front of the decision, if something did.
     """
 
     request_id: str

@@ -4,6 +4,7 @@ once.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from router.upstream import UpstreamAnswer
 log = logging.getLogger(__name__)
 
 CANCELLED = "cancelled"
+_numbers = itertools.count(1)
 
 
 class Exchange:
@@ -38,6 +40,7 @@ class Exchange:
         recorder: Recorder | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._number = next(_numbers)
         self.plan = plan
         self.decision: Decision = entry.decision
         self._entry = entry
@@ -62,6 +65,7 @@ class Exchange:
         replica, rank = self.decision.chosen
         shown = {name: value for name, value in headers.items() if name.lower() not in SECRET_HEADERS}
         sent = Sent(
+            exchange=self._number,
             request_id=self.decision.request_id,
             replica=replica,
             rank=rank,
@@ -77,27 +81,38 @@ class Exchange:
         """The head of the answer is here."""
         self._upstream = upstream
         self._relayed = RelayedAnswer(
-            upstream, whole=self._recorder is not None, on_first_byte=self._first_byte
+            upstream,
+            self.decision.chosen[0],
+            whole=self._recorder is not None,
+            on_first_byte=self._first_byte,
         )
         return self._relayed
 
     def _first_byte(self) -> None:
-        self._reservation.first_byte()
-        self._ttft_s = self._clock() - self._begun
         assert self._relayed is not None
         assert self._upstream is not None
-        if self._relayed.is_stream and self._upstream.status == 200:
-            labels = (self.decision.policy, self.decision.chosen[0])
-            self._metrics.ttft_seconds.labels(*labels).observe(self._ttft_s)
+        if not self._relayed.is_stream or self._upstream.status != 200:
+            # An answer in one piece comes when all of it is done: its first byte tells nothing of the first
+            # token.
+            self._reservation.prefilled()
+            return
+        self._ttft_s = self._clock() - self._begun
+        self._reservation.first_byte(self._ttft_s)
+        labels = (self.decision.policy, self.decision.chosen[0])
+        self._metrics.ttft_seconds.labels(*labels).observe(self._ttft_s)
 
     def finish(self, status: str) -> None:
         """Releases the load and the connection, and learns.
 
-        ``status`` is of HTTP, or says how it ended instead.
+        ``status`` is of HTTP, or says how it ended instead. A client that leaves once it has the whole
+        answer has cancelled nothing.
         """
         if self._finished:
             return
         self._finished = True
+        if status == CANCELLED and self._relayed is not None and self._relayed.complete:
+            assert self._upstream is not None
+            status = str(self._upstream.status)
         self.status = status
         self._reservation.release()
         if self._upstream is not None:
@@ -142,6 +157,7 @@ class Exchange:
     def _record_done(self, said: Answer) -> None:
         replica, rank = self.decision.chosen
         done = Done(
+            exchange=self._number,
             request_id=self.decision.request_id,
             replica=replica,
             rank=rank,

@@ -134,6 +134,16 @@ class Fleet:
         """The replicas that requests may be sent to."""
         return [replica for replica in self.replicas.values() if replica.usable]
 
+    def meant(self, model: str | None) -> str | None:
+        """The model that a request is for: ``model``, or for a request that names none the base model of the
+        first configured replica that has said its own, be it up or down.
+
+        An engine answers such a request for its own model. A fleet of several must not let chance pick one,
+        and the first is what a client got before a second one was added. ``model=`` in the first replica's
+        line settles it from the start. None while nothing is known.
+        """
+        return model or next((r.models.model for r in self.replicas.values() if r.models), None)
+
     def serving(self, model: str | None) -> list[Replica]:
         """The usable replicas that serve ``model``; one that has not said its models yet may serve any."""
         usable = self.usable()
@@ -142,7 +152,14 @@ class Fleet:
 
     def knows(self, model: str | None) -> bool:
         """Whether some replica serves ``model`` or might, healthy or not."""
-        return any(r.models is None or r.resolve(model) is not None for r in self.replicas.values())
+        return bool(self._may_serve(model))
+
+    def ranks(self, model: str | None) -> set[int]:
+        """The data-parallel ranks of all replicas that serve ``model`` or might, healthy or not."""
+        return {rank for replica in self._may_serve(model) for rank in replica.ranks}
+
+    def _may_serve(self, model: str | None) -> list[Replica]:
+        return [r for r in self.replicas.values() if r.models is None or r.resolve(model) is not None]
 
     def streams(self) -> set[StreamId]:
         """The streams of all replicas."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -23,6 +24,21 @@ REQUEST_ID = "X-Request-Id"
 RANK = "X-data-parallel-rank"
 _OURS = "x-warmroute-"
 _SINGLE = ("authorization",)
+MAX_REQUEST_ID_CHARS = 256
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's request id, or one of ours where there is none that is printable ASCII of sensible length:
+    it is shown in answers, decisions, spans and recordings.
+    """
+    given = headers.get(REQUEST_ID, "")
+    usable = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARS
+    return given if usable else uuid.uuid4().hex
+
+
+def shown(text: str) -> str:
+    """``text`` of a client as JSON and spans can carry it: bytes that were no UTF-8 become question marks."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _hop_by_hop(headers: CIMultiDictProxy[str]) -> frozenset[str]:
@@ -31,9 +47,9 @@ def _hop_by_hop(headers: CIMultiDictProxy[str]) -> frozenset[str]:
 
 
 def to_replica(headers: CIMultiDictProxy[str], request_id: str, rank: int | None) -> CIMultiDict[str]:
-    """The headers for the replica: without those of the hop, Host and length (the client sets them), with
-    our request id, and with ``rank`` where we chose one. Of a repeated Authorization the first counts; other
-    repeats are kept.
+    """The headers for the replica: without those of the hop, Host and length (our client sets them), with
+    ``request_id``, and with ``rank`` where we chose one and the caller did not. Of a repeated Authorization
+    the first counts; other repeats are kept.
     """
     left_out = _hop_by_hop(headers) | {"host", "content-length", "expect", REQUEST_ID.lower()}
     passed = _without(headers, left_out)
@@ -42,7 +58,7 @@ def to_replica(headers: CIMultiDictProxy[str], request_id: str, rank: int | None
             passed[name] = values[0]
     passed[REQUEST_ID] = request_id
     if rank is not None:
-        passed[RANK] = str(rank)
+        passed.setdefault(RANK, str(rank))
     return passed
 
 

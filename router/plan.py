@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+from cachetools import TTLCache
 
 from events.logs import Throttled
 from indexer.reader import Matched
@@ -27,13 +28,17 @@ from router.tokens import Tokenizer, Tokens, tokens_in_request
 
 log = logging.getLogger(__name__)
 
+STRANGER_FOR_S = 600.0
+MAX_STRANGERS, MAX_STRANGERS_NAMED = 1024, 5
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a request when it comes to the choice; the same for each attempt of it.
 
     ``matches`` is None where the index was not or could not be asked. ``fallback`` says what failed,
     ``notes`` what else is worth saying. ``comparable``: the engine's cached tokens can be compared with the
-    match. ``is_prompt`` is False for paths that are relayed by load.
+    match. ``is_prompt`` is False for paths that are relayed by load. ``streams``: the client wants the answer
+    as a stream. ``rank`` is the data-parallel rank that it asks for.
     """
 
     request_id: str
@@ -45,6 +50,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     comparable: bool = False
     is_prompt: bool = True
+    streams: bool = False
+    rank: int | None = None
 
 
 class _Matches(msgspec.Struct, frozen=True):
@@ -72,30 +79,56 @@ class Planner:
         self._metrics = metrics
         self._clock = clock
         self._throttled = Throttled(log, clock)
+        self._strangers: TTLCache[str, None] = TTLCache(MAX_STRANGERS, STRANGER_FOR_S, timer=clock)
 
-    async def plan(self, request_id: str, body: bytes, *, readable: bool) -> Plan:
+    def strangers(self) -> list[str]:
+        """Replicas that the index has named lately and that are none of ours: another router's, or once
+        ours and never unregistered.
+        """
+        return sorted(self._strangers)
+
+    def _new_strangers(self, names: set[str]) -> str:
+        """Notes the strangers; those that were not noted before, for people."""
+        new = ", ".join(sorted(name for name in names if name not in self._strangers)[:MAX_STRANGERS_NAMED])
+        self._strangers.update(dict.fromkeys(names))
+        if new:
+            log.warning(
+                "the index knows replicas that this router does not: %s; if no other router has them, POST "
+                '{"instance_id": ..., "model_name": ...} to /unregister of the indexer',
+                new,
+            )
+        return new
+
+    async def plan(
+        self, request_id: str, body: bytes, *, readable: bool = True, rank: int | None = None
+    ) -> Plan:
         """The plan for a chat or completion request. ``readable`` is False for a body in a content coding.
 
         Raises RefusedError for bad JSON, as vLLM would.
         """
-        unreadable = Plan(request_id=request_id, body_bytes=len(body), fallback=fallback.UNREADABLE_BODY)
-        if not readable:
-            return unreadable
+        parsed, unread = RequestBody(), None if readable else fallback.UNREADABLE_BODY
         try:
-            parsed = read_body(body)
-        except UnreadableBodyError:
-            return unreadable
+            parsed = read_body(body) if readable else parsed
+        except UnreadableBodyError as error:
+            parsed, unread = RequestBody(model=error.model), fallback.UNREADABLE_BODY
         if not self._fleet.knows(parsed.model):
             await self._fleet.refresh()
-        replicas = self._fleet.serving(parsed.model)
-        if not replicas:
-            return Plan(request_id=request_id, model=parsed.model, body_bytes=len(body))
-        tokens = await self._tokens(parsed, replicas)
-        matches = await self._matches(parsed, tokens, replicas)
-        return Plan(
+        parsed = msgspec.structs.replace(parsed, model=self._fleet.meant(parsed.model))
+        plan = Plan(
             request_id=request_id,
             model=parsed.model,
             body_bytes=len(body),
+            fallback=unread,
+            streams=bool(parsed.stream),
+            rank=rank,
+        )
+        replicas = self._fleet.serving(parsed.model)
+        if unread or not replicas:
+            return plan
+        tokens = await self._tokens(parsed, replicas)
+        matches = await self._matches(parsed, tokens, replicas)
+        return msgspec.structs.replace(
+            plan,
             ids=tokens.ids,
             matches=matches.by_stream,
             fallback=tokens.why_not or matches.fallback,
@@ -158,14 +191,12 @@ class Planner:
         known = self._fleet.streams()
         named = {(str(m.instance), m.rank): m for m in answer}
         by_stream = {stream: matched for stream, matched in named.items() if stream in known}
-        strangers = {name for name, _ in named} - self._fleet.replicas.keys()
+        strangers = self._new_strangers({name for name, _ in named} - self._fleet.replicas.keys())
         if len(by_stream) < len(named):
             self._metrics.unknown_streams.inc(len(named) - len(by_stream))
         if not by_stream:
             return _Matches(fallback=fallback.UNKNOWN_REPLICA if answer else fallback.MODEL_NOT_INDEXED)
-        notes: tuple[str, ...] = (
-            (f"ignored {len(strangers)} unknown replicas in the index",) if strangers else ()
-        )
+        notes: tuple[str, ...] = (f"ignored in the index: {strangers}",) if strangers else ()
         doubtful = {m.state for m in by_stream.values() if m.weight <= 0}
         trusted = sum(m.weight > 0 for m in by_stream.values())
         if not trusted:

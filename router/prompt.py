@@ -8,12 +8,14 @@ prompt of 100k tokens costs the event loop a scan and nothing more. Field names 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
 from router.errors import RefusedError
+from router.headers import shown
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -44,6 +46,7 @@ class RequestBody(msgspec.Struct, frozen=True):
     logprobs: Any = None
     prompt_logprobs: Any = None
     use_beam_search: Any = None
+    stream: Any = None
 
     @property
     def reads_cache(self) -> bool:
@@ -69,7 +72,13 @@ _decode_body = msgspec.json.Decoder(RequestBody).decode
 
 
 class UnreadableBodyError(Exception):
-    """JSON that the engine may take but that msgspec refuses (NaN, lone surrogates): relayed by load."""
+    """JSON that the engine may take but that msgspec refuses (NaN, a byte order mark, lone surrogates): it is
+    relayed by load, to a replica of ``model``.
+    """
+
+    def __init__(self, model: str | None) -> None:
+        super().__init__()
+        self.model = model
 
 
 def read_body(body: bytes) -> RequestBody:
@@ -81,11 +90,10 @@ def read_body(body: bytes) -> RequestBody:
     try:
         return _decode_body(body)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _refuse_what_vllm_refuses(body, error)
-        raise UnreadableBodyError from error
+        raise UnreadableBodyError(_model_as_vllm_reads_it(body, error)) from error
 
 
-def _refuse_what_vllm_refuses(body: bytes, why: Exception) -> None:
+def _model_as_vllm_reads_it(body: bytes, why: Exception) -> str | None:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -100,6 +108,7 @@ def _refuse_what_vllm_refuses(body: bytes, why: Exception) -> None:
         raise RefusedError(
             400, "Bad Request", "`model` must be a string", param="body.model", reason="bad model"
         ) from why
+    return None if model is None else shown(model)
 
 
 class _ModelOnly(msgspec.Struct, frozen=True):
@@ -109,11 +118,24 @@ class _ModelOnly(msgspec.Struct, frozen=True):
 _decode_model = msgspec.json.Decoder(_ModelOnly).decode
 
 
+_MODEL_PART = re.compile(
+    rb'\r\nContent-Disposition: *form-data; *name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n',
+    re.IGNORECASE,
+)
+
+
 def model_of(body: bytes, content_type: str) -> str | None:
-    """The model that a request of any other path names, if its body is JSON that says one."""
-    if not body or "json" not in content_type:
+    """The model that a request of any other path names: as a field of JSON, or as one of a form (audio)."""
+    kind = content_type.lower()
+    if kind.startswith("multipart/form-data"):
+        part = _MODEL_PART.search(body)
+        return part[1].decode("utf-8", "replace") if part else None
+    if not body or "json" not in kind:
         return None
     try:
         return _decode_model(body).model
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            return _model_as_vllm_reads_it(body, error)
+        except RefusedError:
+            return None

@@ -35,6 +35,7 @@ from events.subscriber import Source, Subscriber
 from router import tap
 from router.errors import RecordError
 from router.fleet import Fleet
+from router.headers import shown
 from router.service import RouterApp, listening, router_app
 from router.settings import RouterSettings
 
@@ -65,7 +66,7 @@ class TrafficRecorder:
         self._writer = writer
         self._clock = clock
         self._lines: deque[Line | _Open] = deque()
-        self._open: dict[tuple[str, str], _Open] = {}
+        self._open: dict[int, _Open] = {}
         self._busy_at: dict[str, float] = {}
         self._held: dict[str, list[Published]] = {}
         self._ids = 0
@@ -103,7 +104,7 @@ class TrafficRecorder:
     def on_send(self, sent: tap.Sent) -> None:
         """See :class:`router.tap.Recorder`."""
         replica, now = source_name(sent.replica, sent.rank), self._clock()
-        others = [request for (where, _), request in self._open.items() if where == replica]
+        others = [request for request in self._open.values() if request.line.src == replica]
         for request in others:
             request.alone = False
         quiet = now - self._busy_at.get(replica, float("-inf")) >= QUIET_S
@@ -112,14 +113,16 @@ class TrafficRecorder:
             id=self._ids,
             src=replica,
             t=now,
-            path=sent.path,
+            path=shown(sent.path),
             body=_json_object(sent.body),
             tokens=None if sent.tokens is None else sent.tokens.tolist(),
-            headers={name: value for name, value in sent.headers.items() if name.lower().startswith("x-")}
+            headers={
+                name: shown(value) for name, value in sent.headers.items() if name.lower().startswith("x-")
+            }
             or None,
         )
         request = _Open(line, alone=quiet and not others and replica not in self._held)
-        self._open[replica, sent.request_id] = request
+        self._open[sent.exchange] = request
         self._busy_at[replica] = now
         self.requests += 1
         self._add(request)
@@ -127,7 +130,7 @@ class TrafficRecorder:
     def on_done(self, done: tap.Done) -> None:
         """See :class:`router.tap.Recorder`."""
         replica, now, answer = source_name(done.replica, done.rank), self._clock(), done.answer
-        request = self._open.pop((replica, done.request_id), None)
+        request = self._open.pop(done.exchange, None)
         if request is None:
             return
         complete = done.complete and done.status == OK and answer.cached_tokens is not None
@@ -189,7 +192,7 @@ def source_name(replica: str, rank: int) -> str:
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
 
 

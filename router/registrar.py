@@ -78,6 +78,9 @@ class Registrar:
         self._throttled = Throttled(log, clock)
         self._taken: dict[StreamId, Registration] = {}
         self._taken_by: str | None = None
+        self._clock = clock
+        self._answered_at: float | None = None
+        self._answers = False
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.last_error: str | None = None
@@ -95,9 +98,19 @@ class Registrar:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def registered(self) -> set[StreamId]:
-        """The streams that the indexer has taken."""
-        return set(self._taken)
+    def registered(self, stream: StreamId) -> bool | None:
+        """Whether the indexer follows the stream; None while the indexer cannot be asked."""
+        return stream in self._taken if self._answers else None
+
+    def indexer(self) -> dict[str, Any]:
+        """The indexer as it is seen from here; how long ago it last answered, in seconds."""
+        ago = None if self._answered_at is None else round(self._clock() - self._answered_at, 1)
+        return {
+            "url": self._taken_by,
+            "answers": self._answers,
+            "last_answer_s": ago,
+            "error": self.last_error,
+        }
 
     async def _run(self) -> None:
         while True:
@@ -117,6 +130,7 @@ class Registrar:
         """One look at what the indexer follows, and what is missing registered."""
         url = await self._address()
         if url is None:
+            self._answers = False
             self._complain(
                 "address", "the indexer's address is not known yet: give --indexer, or start it on the map"
             )
@@ -127,8 +141,10 @@ class Registrar:
         try:
             there = streams_of(await client.workers())
         except IndexerClientError as error:
+            self._answers = False
             self._complain("workers", f"the indexer at {url} cannot be asked: {error}")
             return
+        self._answers, self._answered_at = True, self._clock()
         self._taken = {stream: said for stream, said in self._taken.items() if stream in there}
         wanted = [r for replica in self._fleet.replicas.values() for r in registrations(replica)]
         failures = [await self._register(client, registration) for registration in wanted]

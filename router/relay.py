@@ -17,14 +17,36 @@ class ClientGoneError(Exception):
     """The client closed its connection."""
 
 
-class RelayedAnswer:
-    """One answer on its way. ``complete`` tells whether it came to its end, ``failure`` what broke it off."""
+class _Response(web.StreamResponse):
+    """The head of a replica's answer, as the client gets it."""
 
-    def __init__(self, answer: UpstreamAnswer, *, whole: bool, on_first_byte: Callable[[], None]) -> None:
+    def __init__(self, answer: UpstreamAnswer, ours: Mapping[str, str]) -> None:
+        super().__init__(status=answer.status, headers=to_client(answer.headers, ours))
+        self.is_typed = "Content-Type" in answer.headers
+
+
+async def leave_untyped(_: web.Request, response: web.StreamResponse) -> None:
+    """For ``on_response_prepare``: takes back the type that aiohttp gives an answer that came without one."""
+    if isinstance(response, _Response) and not response.is_typed:
+        response.headers.popall("Content-Type", None)
+
+
+class RelayedAnswer:
+    """One answer of ``replica`` on its way.
+
+    ``complete`` tells whether the client has all of it, be it only that a stream has said ``[DONE]``;
+    ``failure`` is what broke it off.
+    """
+
+    def __init__(
+        self, answer: UpstreamAnswer, replica: str, *, whole: bool, on_first_byte: Callable[[], None]
+    ) -> None:
         self._answer = answer
+        self._replica = replica
         self._on_first_byte = on_first_byte
         self._last_bytes = b""
-        self.is_stream = answer.headers.get("Content-Type", "").startswith("text/event-stream")
+        content_type = answer.headers.get("Content-Type", "")
+        self.is_stream = content_type.lower().startswith("text/event-stream")
         self.tap = AnswerTap(is_stream=self.is_stream, whole=whole)
         self.complete = False
         self.failure: UpstreamError | None = None
@@ -36,17 +58,16 @@ class RelayedAnswer:
         that breaks off before them can still be told as an error: RefusedError (502 or 504). Raises
         ClientGoneError.
         """
-        response = web.StreamResponse(
-            status=self._answer.status, headers=to_client(self._answer.headers, ours)
-        )
+        response = _Response(self._answer, ours)
         try:
             if self.is_stream:
                 await response.prepare(request)
             try:
                 await self._pass_chunks(request, response)
             except UpstreamError as error:
-                self.failure = error
-                await self._break_off(request, response, error)
+                if not self.complete:
+                    self.failure = error
+                    await self._break_off(request, response, error)
             if not response.prepared:
                 await response.prepare(request)
             await response.write_eof()
@@ -65,6 +86,7 @@ class RelayedAnswer:
             self._last_bytes = chunk
             self.tap.feed(chunk)
             await response.write(chunk)
+            self.complete = self.tap.done
         self.complete = True
 
     async def _break_off(
@@ -72,22 +94,24 @@ class RelayedAnswer:
     ) -> None:
         """Says that the answer is not whole: as an error, as a last event, or by cutting the connection."""
         if not response.prepared:
-            raise refused(error) from error
+            raise refused(error, self._replica) from error
         if self.is_stream and self._answer.status == 200:
-            await response.write(terminal_event(str(error), self._last_bytes[-2:]))
+            await response.write(terminal_event(told(error, self._replica), self._last_bytes[-2:]))
         elif request.transport is not None:
             request.transport.abort()
 
 
-def refused(error: UpstreamError) -> RefusedError:
+def told(error: UpstreamError, replica: str) -> str:
+    """What a client is told: the replica's name and what it did, nothing of addresses and libraries."""
+    if isinstance(error, UpstreamTimeoutError):
+        return f"replica {replica} was silent for too long"
+    if isinstance(error, BrokenAnswerError):
+        return f"the answer of replica {replica} broke off"
+    return f"the answer of replica {replica} failed"
+
+
+def refused(error: UpstreamError, replica: str) -> RefusedError:
     """The error answer for a replica that failed after it may have begun to work."""
     if isinstance(error, UpstreamTimeoutError):
-        return RefusedError(
-            504, "GatewayTimeoutError", str(error), reason="the replica was silent for too long"
-        )
-    reason = (
-        "the replica's answer broke off"
-        if isinstance(error, BrokenAnswerError)
-        else "the replica's answer failed"
-    )
-    return RefusedError(502, "BadGatewayError", str(error), reason=reason)
+        return RefusedError(504, "GatewayTimeoutError", told(error, replica))
+    return RefusedError(502, "BadGatewayError", told(error, replica))

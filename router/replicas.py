@@ -63,7 +63,7 @@ def parse_replica(line: str) -> ReplicaSpec:
         raise SettingsError(f"--replica {name}: replay= without events=; give both or neither")
     return ReplicaSpec(
         name=name,
-        url=_checked_url(name, url),
+        url=checked_url(f"--replica {name}", url),
         events=fields.get("events"),
         replay=fields.get("replay"),
         ranks=_number(name, "ranks", fields.get("ranks"), _MAX_RANKS),
@@ -74,7 +74,9 @@ def parse_replica(line: str) -> ReplicaSpec:
 
 
 def parse_replicas(lines: Iterable[str]) -> list[ReplicaSpec]:
-    """All replicas of the settings. Raises SettingsError, also for a name that is given twice."""
+    """All replicas of the settings. Raises SettingsError, also for a name that is given twice and for ranks
+    without ports.
+    """
     specs = [parse_replica(line) for line in lines]
     seen: set[str] = set()
     for spec in specs:
@@ -83,17 +85,19 @@ def parse_replicas(lines: Iterable[str]) -> list[ReplicaSpec]:
                 f"--replica {spec.name} is given twice; every replica needs a name of its own"
             )
         seen.add(spec.name)
+        configured_sources(spec)
     return specs
 
 
-def _checked_url(name: str, text: str) -> str:
+def checked_url(what: str, text: str) -> str:
+    """The URL of a server, without a slash at its end. Raises SettingsError, which names ``what``."""
     try:
         url = URL(text)
         usable = url.scheme in ("http", "https") and bool(url.host) and url.port is not None
     except ValueError:
         usable = False
     if not usable or url.query_string or url.fragment or url.user:
-        raise SettingsError(f"--replica {name}: {text!r} is no URL of an engine; write http://HOST:PORT")
+        raise SettingsError(f"{what}: {text!r} is no URL of a server; write http://HOST:PORT")
     return text.rstrip("/")
 
 
@@ -193,6 +197,7 @@ class Replica:
         self.sources: tuple[EventSource, ...] = configured_sources(spec)
         self.ranks: tuple[int, ...] = tuple(range(spec.ranks or 1))
         self.tokenize_missing_until = 0.0
+        self.tokenize_slow_until = 0.0
 
     @property
     def name(self) -> str:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import logging
+import traceback
+from collections.abc import Mapping
+from pathlib import PurePath
 
 from aiohttp import web
 from opentelemetry.trace import Span
 
+from events.logs import Throttled
 from router.decider import RETRY_AFTER_S, Decider
 from router.decision_log import DecisionLog
 from router.errors import DisconnectedError, RefusedError, UnreachableError, UpstreamError
 from router.exchange import CANCELLED, Exchange
 from router.fleet import Fleet
-from router.headers import REQUEST_ID, to_replica
+from router.headers import RANK, REQUEST_ID, request_id_of, to_replica
 from router.metrics import RouterMetrics
 from router.plan import Plan, Planner
 from router.prompt import CHAT_PATH, COMPLETIONS_PATH, model_of
@@ -22,6 +26,8 @@ from router.relay import ClientGoneError, refused
 from router.tap import Recorder
 from router.tracing import Tracing, describe_decision, describe_request
 from router.upstream import Upstream, UpstreamAnswer
+
+log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 PROMPT_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
@@ -52,10 +58,11 @@ class Route:
         self._decisions = decisions
         self._attempts = attempts
         self._recorder = recorder
+        self._throttled = Throttled(log)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """The answer to any request under ``/v1/``."""
-        request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+        request_id = request_id_of(request.headers)
         with self._tracing.request(request.headers, request.path, request_id) as span:
             journey = _Journey(request_id)
             try:
@@ -66,11 +73,14 @@ class Route:
                 journey.status = str(error.status)
             except ClientGoneError:
                 # Nobody reads this answer; the handler just has to return one.
-                journey.status = CANCELLED
+                journey.status = journey.exchanges[-1].status
                 return web.Response(status=CLIENT_CLOSED_REQUEST)
             except asyncio.CancelledError:
-                journey.status = CANCELLED
+                journey.status = journey.exchanges[-1].status if journey.exchanges else CANCELLED
                 raise
+            except Exception as error:
+                journey.status = "500"
+                response = self._give_up(request, journey, error)
             finally:
                 self._account(journey, span)
             return response
@@ -92,10 +102,17 @@ class Route:
 
     async def _plan(self, request: web.Request, body: bytes, request_id: str) -> Plan:
         if request.method == "POST" and request.path in PROMPT_PATHS:
-            readable = request.headers.get("Content-Encoding", "identity") == "identity"
-            return await self._planner.plan(request_id, body, readable=readable)
-        model = model_of(body, request.content_type)
-        return Plan(request_id=request_id, model=model, body_bytes=len(body), is_prompt=False)
+            readable = request.headers.get("Content-Encoding", "identity").lower() == "identity"
+            rank = pinned_rank(request.headers)
+            return await self._planner.plan(request_id, body, readable=readable, rank=rank)
+        model = self._fleet.meant(model_of(body, request.headers.get("Content-Type", "")))
+        return Plan(
+            request_id=request_id,
+            model=model,
+            body_bytes=len(body),
+            is_prompt=False,
+            rank=pinned_rank(request.headers),
+        )
 
     def _choose(self, plan: Plan, journey: _Journey, span: Span) -> Exchange:
         """Decides and books. Nothing is awaited between the booking and the exchange that will release it."""
@@ -114,7 +131,7 @@ class Route:
 
         Raises _AttemptFailedError for what may be tried elsewhere: no byte of an answer has been seen then.
         """
-        status = CANCELLED
+        status = "500"
         try:
             answer = await self._send(request, body, exchange)
             relayed = exchange.answered(answer)
@@ -135,6 +152,9 @@ class Route:
         except RefusedError as error:
             status = str(error.status)
             raise
+        except (ClientGoneError, asyncio.CancelledError):
+            status = CANCELLED
+            raise
         finally:
             exchange.finish(status)
 
@@ -145,13 +165,15 @@ class Route:
         headers = to_replica(request.headers, exchange.decision.request_id, ours)
         self._tracing.inject(headers)
         exchange.sending(request, body, headers)
+        # Of a target in absolute form, as clients send it to proxies, the host is us.
+        url = replica.url + request.rel_url.raw_path_qs
         try:
-            return await self._upstream.send(request.method, replica.url + request.raw_path, headers, body)
+            return await self._upstream.send(request.method, url, headers, body)
         except (UnreachableError, DisconnectedError) as error:
             raise _AttemptFailedError(name, error) from error
         except UpstreamError as error:
             self._fleet.failed(name, str(error), unreachable=False)
-            raise refused(error) from error
+            raise refused(error, name) from error
 
     def _note_failure(self, journey: _Journey, failure: _AttemptFailedError) -> None:
         """A kept-alive connection that had gone stale costs a try, but says nothing about the replica."""
@@ -161,6 +183,15 @@ class Route:
             return
         journey.failed.add(failure.replica)
         self._fleet.failed(failure.replica, str(failure), unreachable=failure.code == "unreachable")
+
+    def _give_up(self, request: web.Request, journey: _Journey, error: Exception) -> web.StreamResponse:
+        """The last resort for what nobody foresaw. An error's own words could quote the request."""
+        kind, place = type(error).__name__, _place(error)
+        self._throttled.warning(f"{kind} {place}", "a request failed unexpectedly: %s in %s", kind, place)
+        if request.writer.output_size and request.transport is not None:
+            request.transport.abort()
+        sorry = RefusedError(500, "InternalServerError", "the router failed; its log says where")
+        return refusal(sorry, self._decider.policy.name, journey.headers())
 
     def _account(self, journey: _Journey, span: Span) -> None:
         last = journey.exchanges[-1] if journey.exchanges else None
@@ -201,6 +232,18 @@ class _Journey:
         if self.exchanges and self.exchanges[-1].status.isdecimal():
             headers |= self.exchanges[-1].decision.headers()
         return headers
+
+
+def pinned_rank(headers: Mapping[str, str]) -> int | None:
+    """The data-parallel rank that the caller asks for; None for what is no number: it passes as it came."""
+    text = headers.get(RANK, "").strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised, for a log that must not hold what it was raised about."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.name}, {PurePath(frame.filename).name}:{frame.lineno}"
 
 
 async def read_request(request: web.Request) -> bytes:

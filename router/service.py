@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from events.address import AddressError, host_and_port, http_url
+from events.address import host_and_port, http_url
 from indexer.client import IndexerClient
 from router.admin import Admin
 from router.decider import Decider
@@ -24,6 +24,7 @@ from router.decision import HEADER_PREFIX
 from router.decision_log import DecisionLog
 from router.errors import ListenError, RefusedError, SettingsError
 from router.fleet import Fleet, model_cards
+from router.header_bytes import pass_header_bytes
 from router.load import Load
 from router.lookup import FirstThatAnswers, HttpLookup, Lookup, MapLookup
 from router.metrics import RouterMetrics
@@ -31,8 +32,10 @@ from router.plan import Planner
 from router.policies import POLICIES, policy_named
 from router.refusal import refusal
 from router.registrar import Registrar
+from router.relay import leave_untyped
 from router.replicas import parse_replicas
 from router.route import Route
+from router.server import Runner
 from router.settings import RouterSettings
 from router.tap import Recorder
 from router.tokens import Tokenizer
@@ -42,7 +45,6 @@ from router.upstream import AiohttpUpstream, Upstream, upstream_session
 log = logging.getLogger(__name__)
 
 INDEXER_TIMEOUT_S = 2.0
-MAX_LINE_BYTES = 64 * 1024
 
 
 class RouterApp:
@@ -59,6 +61,7 @@ class RouterApp:
         self.decisions = DecisionLog(settings.decisions_kept)
         self.draining = False
         self.app = web.Application(client_max_size=settings.request_limit_bytes)
+        self.app.on_response_prepare.append(leave_untyped)
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the healthy replicas serve, together."""
@@ -90,8 +93,10 @@ async def router_app(
 
     ``upstream`` and ``lookup`` take the place of what the settings would make. Raises SettingsError.
     """
+    settings.check()
+    _check_map(settings.map)
     specs, policy = parse_replicas(settings.replica), policy_named(settings.policy)
-    _check(settings)
+    pass_header_bytes()
     if not specs:
         log.warning(
             "no replica is configured: every request will be answered with 503; give --replica NAME=URL"
@@ -124,9 +129,10 @@ async def router_app(
         tokenizer = Tokenizer(
             session, timeout_s=settings.tokenize_timeout_s, cache_tokens=settings.token_cache_tokens, rng=rng
         )
+        planner = Planner(fleet, tokenizer, lookup, policy, metrics)
         route = Route(
             fleet,
-            Planner(fleet, tokenizer, lookup, policy, metrics),
+            planner,
             Decider(
                 fleet, load, policy, POLICIES["least-loaded"], max_inflight=settings.max_inflight, rng=rng
             ),
@@ -138,9 +144,10 @@ async def router_app(
             recorder=recorder,
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
-        Admin(fleet, load, metrics, router.decisions, registrar, lambda: router.draining).add_routes(
-            router.app
+        admin = Admin(
+            fleet, load, metrics, router.decisions, registrar, planner.strangers, lambda: router.draining
         )
+        admin.add_routes(router.app)
         router.app.router.add_get("/v1/models", router.models)
         router.app.router.add_route("*", "/v1/{path:.*}", route.handle)
         fleet.start()
@@ -152,21 +159,13 @@ async def router_app(
         yield router
 
 
-def _check(settings: RouterSettings) -> None:
-    if settings.indexer is not None and not settings.indexer.startswith(("http://", "https://")):
-        raise SettingsError(f"--indexer {settings.indexer!r} is no URL; write http://HOST:PORT")
-    if settings.max_inflight is not None and settings.max_inflight < 1:
-        raise SettingsError(
-            f"--max-inflight {settings.max_inflight}: give 1 or more, or leave it out for no limit"
-        )
-    if settings.map is None or not Path(settings.map).exists():
+def _check_map(folder: str | None) -> None:
+    if folder is None or not Path(folder).exists():
         return
-    if not Path(settings.map).is_dir():
-        raise SettingsError(f"--map {settings.map} is a file; give the folder that the indexer writes")
-    if not os.access(settings.map, os.R_OK | os.X_OK):
-        raise SettingsError(
-            f"--map {settings.map}: no permission to read the folder; run as the indexer's user"
-        )
+    if not Path(folder).is_dir():
+        raise SettingsError(f"--map {folder} is a file; give the folder that the indexer writes")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise SettingsError(f"--map {folder}: no permission to read the folder; run as the indexer's user")
 
 
 def _lookup(
@@ -211,19 +210,8 @@ async def listening(router: RouterApp) -> AsyncIterator[str]:
     Raises ListenError.
     """
     settings = router.settings
-    try:
-        host, port = host_and_port(settings.listen)
-    except AddressError as error:
-        raise SettingsError(str(error)) from error
-    runner = web.AppRunner(
-        router.app,
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=settings.grace_s,
-        auto_decompress=False,
-        max_line_size=MAX_LINE_BYTES,
-        max_field_size=MAX_LINE_BYTES,
-    )
+    host, port = host_and_port(settings.listen)
+    runner = Runner(router.app, settings.policy, grace_s=settings.grace_s)
     await runner.setup()
     try:
         try:

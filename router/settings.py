@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+from events.address import AddressError, host_and_port
+from router.errors import SettingsError
+from router.policies import policy_named
+from router.replicas import checked_url, parse_replicas
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,3 +72,24 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     decisions_kept: Annotated[int, Meta(ge=1, description="Decisions shown at /debug/decisions.")] = 200
     seed: Annotated[int | None, Meta(description="Seed of the tie-break, for runs that repeat.")] = None
+
+    def check(self) -> None:
+        """Raises SettingsError, which names the setting, for values that no router could run with. Looks at
+        nothing but the values.
+        """
+        try:
+            host_and_port(self.listen)
+        except AddressError as error:
+            raise SettingsError(str(error)) from error
+        policy_named(self.policy)
+        parse_replicas(self.replica)
+        if self.indexer is not None:
+            checked_url("--indexer", self.indexer)
+        if self.max_inflight is not None and self.max_inflight < 1:
+            raise SettingsError(
+                f"--max-inflight {self.max_inflight}: give 1 or more, or leave it out for no limit"
+            )
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SettingsError(f"--{name.replace('_', '-')} {value}: give a number of seconds")

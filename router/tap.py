@@ -14,12 +14,13 @@ SECRET_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization", "x
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """A request about to be sent.
+    """A request about to be sent. ``exchange`` is its number, ours: request ids are clients' and may repeat.
 
     ``body`` is as posted; ``tokens`` the prompt's ids where known; ``headers`` those that go to the replica,
     but for keys and cookies.
     """
 
+    exchange: int
     request_id: str
     replica: str
     rank: int
@@ -30,12 +31,13 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it.
+    """What came of the request with the same ``exchange``.
 
     ``status`` is the replica's, or None where it gave none; ``complete`` tells whether the answer came to
     its end.
     """
 
+    exchange: int
     request_id: str
     replica: str
     rank: int

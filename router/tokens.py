@@ -27,6 +27,10 @@ from router.replicas import Replica
 
 MISSING_FOR_S = 60.0
 """How long an engine without ``/tokenize`` is not asked again."""
+HEDGE_SHARE = 0.25
+"""How much of the deadline a replica may be silent for before another one is asked too."""
+SLOW_FOR_S = 10.0
+"""How long such a replica is asked after the others."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 _CHAT_FIELDS = (
     "tools",
@@ -209,22 +213,49 @@ class Tokenizer:
         return Tokens(answer, prompts=prompts)
 
     async def _ask_any(self, payload: bytes, replicas: Sequence[Replica]) -> array[int] | Fallback:
-        """Asks one replica, another one if that fails, all within the deadline."""
+        """Asks one replica; another one too if that fails, or is silent for a quarter of the deadline.
+
+        The first answer counts. Those that have lately been silent come last.
+        """
         now = self._clock()
         able = [replica for replica in replicas if replica.tokenize_missing_until <= now]
         if not able:
             return fallback.TOKENIZE_MISSING
         self._rng.shuffle(able)
-        why = fallback.TOKENIZE_FAILED
+        able.sort(key=lambda replica: replica.tokenize_slow_until > now)
+        asked: dict[asyncio.Task[array[int] | Fallback], Replica] = {}
         try:
             async with asyncio.timeout(self._timeout_s):
-                for replica in able:
-                    answer = await self._ask(replica, payload)
-                    if not isinstance(answer, Fallback) or answer is fallback.TOKENIZE_REFUSED:
-                        return answer
-                    why = answer
+                return await self._first_answer(payload, able, asked)
         except TimeoutError:
             return fallback.TOKENIZE_TIMEOUT
+        finally:
+            for task in asked:
+                task.cancel()
+
+    async def _first_answer(
+        self,
+        payload: bytes,
+        able: list[Replica],
+        asked: dict[asyncio.Task[array[int] | Fallback], Replica],
+    ) -> array[int] | Fallback:
+        """``asked`` are the calls under way, for the caller to end."""
+        why = fallback.TOKENIZE_FAILED
+        while able or asked:
+            if able:
+                replica = able.pop(0)
+                asked[asyncio.create_task(self._ask(replica, payload))] = replica
+            patience_s = HEDGE_SHARE * self._timeout_s if able else None
+            done, silent = await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                asked.pop(task)
+                answer = task.result()
+                if not isinstance(answer, Fallback) or answer is fallback.TOKENIZE_REFUSED:
+                    return answer
+                why = answer
+            if not done:
+                for task in silent:
+                    asked[task].tokenize_slow_until = self._clock() + SLOW_FOR_S
         return why
 
     async def _ask(self, replica: Replica, payload: bytes) -> array[int] | Fallback:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagators.textmap import Getter
@@ -24,6 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from events.logs import OncePerInterval
 from router.decision import Decision
+from router.headers import shown
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 SHUTDOWN_LIMIT_S = 2.0
@@ -31,12 +32,11 @@ EXPORT_TIMEOUT_S = 5
 _NOISY = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
 
 
-class _Headers(Getter[Mapping[str, str]]):
-    def get(self, carrier: Mapping[str, str], key: str) -> list[str] | None:
-        value = carrier.get(key)
-        return None if value is None else [value]
+class _Headers(Getter[MultiMapping[str]]):
+    def get(self, carrier: MultiMapping[str], key: str) -> list[str] | None:
+        return carrier.getall(key, None)
 
-    def keys(self, carrier: Mapping[str, str]) -> list[str]:
+    def keys(self, carrier: MultiMapping[str]) -> list[str]:
         return list(carrier.keys())
 
 
@@ -49,7 +49,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     @contextmanager
-    def request(self, headers: Mapping[str, str], path: str, request_id: str) -> Iterator[Span]:
+    def request(self, headers: MultiMapping[str], path: str, request_id: str) -> Iterator[Span]:
         """The span of one request; a valid inbound ``traceparent`` is its parent, a malformed one is as
         none.
         """
@@ -57,7 +57,7 @@ class Tracing:
             yield INVALID_SPAN
             return
         parent: Context = self._propagator.extract(headers, getter=_Headers())
-        attributes = {"url.path": path, "warmroute.request_id": request_id}
+        attributes = {"url.path": shown(path), "warmroute.request_id": request_id}
         with self._tracer.start_as_current_span(
             "warmroute.request", parent, kind=SpanKind.SERVER, attributes=attributes, record_exception=False
         ) as span:

@@ -395,6 +395,26 @@ def test_a_rebuild_that_does_not_reach_back_changes_nothing() -> None:
     assert wire.stream.held == 0
 
 
+@pytest.mark.parametrize("replies", [[0, 1, 2], [0, 1, 2, 4]], ids=["breaks off", "has a hole"])
+def test_ev11_a_rebuild_takes_nothing_away_before_it_is_whole(replies: list[int]) -> None:
+    wire = silent_at(2)
+    wire.waits(LIMITS.cool_down)
+    wire.live(5)
+    wire.replay(*replies, ends=False)
+    wire.waits(LIMITS.replay_silence)
+    assert wire.resets == []
+    assert wire.state == "partial"
+    assert wire.holds == names([0, 1, 2, 4, 5])
+
+
+def test_a_rebuild_larger_than_may_be_held_is_given_up() -> None:
+    wire = silent_at(2)
+    wire.waits(LIMITS.cool_down)
+    wire.replay(*range(LIMITS.held_frames + 1))
+    assert wire.resets == []
+    assert wire.state == "partial"
+
+
 def test_an_endpoint_that_stays_silent_is_asked_less_and_less_often_and_for_ever() -> None:
     wire = silent_at(2)
     waited = []
@@ -786,7 +806,7 @@ def test_a_connection_gives_a_replay_that_broke_off_new_tries() -> None:
             wire.replay(0, 1, ends=False)
     assert wire.waits(10_000) == []
     wire.hears(Disconnected(), Connected())
-    wire.replay(1, ends=False)
+    wire.replay(9, ends=False)
     wire.waits(LIMITS.replay_silence)
     assert wire.waits(LIMITS.cool_down) == [AskReplay(wire.asks[-1].ask, 0)]
 
@@ -846,17 +866,12 @@ def test_the_bytes_of_held_frames_are_free_again_when_they_are_applied_or_droppe
     assert wire.stream.held == 0
 
 
-def test_a_hole_behind_the_proof_or_the_start_of_a_rebuild_is_asked_for_again() -> None:
+def test_a_hole_behind_the_proof_is_asked_for_again() -> None:
     wire = live_at(2)
     wire.hears(Disconnected(), Connected())
     assert wire.replay(2, ends=False) == []
     assert wire.state == "replaying"
     assert wire.replay(4, ends=False) == [AskReplay(3, 3)]
-    wire.waits(LIMITS.replay_silence)
-    wire.waits(LIMITS.cool_down)
-    wire.replay(0, ends=False)
-    assert wire.state == "replaying"
-    assert wire.replay(2, ends=False) == [AskReplay(5, 1)]
 
 
 def test_ev11_a_replay_that_loses_every_second_reply_is_asked_a_few_times_only() -> None:

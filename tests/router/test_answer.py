@@ -38,6 +38,25 @@ def test_the_usage_of_a_stream_is_found_wherever_chunks_are_cut(cuts: list[int])
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=10))
+def test_the_end_of_a_stream_is_noted_wherever_chunks_are_cut(cuts: list[int]) -> None:
+    tap = AnswerTap(is_stream=True)
+    edges = [0, *sorted(cut % len(STREAM) for cut in cuts), len(STREAM)]
+    end = STREAM.index(b"[DONE]") + len(b"[DONE]")
+    for start, stop in pairwise(edges):
+        tap.feed(STREAM[start:stop])
+        assert tap.done == (stop >= end)
+
+
+def test_a_text_that_quotes_the_end_is_not_the_end() -> None:
+    tap = AnswerTap(is_stream=True)
+    tap.feed(sse({"choices": [{"index": 0, "text": "\ndata: [DONE]\n\n"}]}).removesuffix(b"data: [DONE]\n\n"))
+    tap.feed(b": data: [DONE]\n\n")
+    assert not tap.done
+    tap.feed(b"data:[DONE]\n\n")
+    assert tap.done
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=10))
 def test_the_text_is_put_together_for_a_recorder(cuts: list[int]) -> None:
     assert read(STREAM, cuts, is_stream=True, whole=True) == Answer(9, 8, 2, 'say "usage" ok', "stop", (5,))
 

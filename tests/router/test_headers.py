@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from router.headers import to_client, to_replica
+from router.headers import request_id_of, to_client, to_replica
 
 
 def test_px10_headers_of_the_hop_stay_behind_and_repeated_ones_are_kept() -> None:
@@ -32,10 +33,20 @@ def test_px10_headers_of_the_hop_stay_behind_and_repeated_ones_are_kept() -> Non
     ]
 
 
-def test_a_chosen_rank_is_sent_in_place_of_the_clients() -> None:
+@pytest.mark.parametrize("chosen", [1, None])
+def test_a_rank_that_the_client_asks_for_stays_and_else_the_chosen_one_is_sent(chosen: int | None) -> None:
     came = CIMultiDictProxy(CIMultiDict({"x-data-parallel-rank": "7"}))
-    assert to_replica(came, "id", 1).getall("X-data-parallel-rank") == ["1"]
-    assert to_replica(came, "id", None).getall("X-data-parallel-rank") == ["7"]
+    assert to_replica(came, "id", chosen).getall("X-data-parallel-rank") == ["7"]
+    nothing = to_replica(CIMultiDictProxy(CIMultiDict()), "id", chosen)
+    assert nothing.getall("X-data-parallel-rank", []) == ([] if chosen is None else ["1"])
+
+
+@pytest.mark.parametrize("given", ["\udce9", "é", "a\tb", "", "x" * 257])
+def test_a_request_id_that_cannot_be_shown_is_replaced_by_one_of_ours(given: str) -> None:
+    made = request_id_of({"X-Request-Id": given})
+    assert made != given
+    assert len(made) == 32
+    assert request_id_of({"X-Request-Id": "abc-1"}) == "abc-1"
 
 
 def test_the_client_gets_the_replicas_headers_with_ours_in_place_of_equal_ones() -> None:

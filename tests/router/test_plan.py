@@ -134,15 +134,19 @@ async def test_ix03_an_unknown_replica_in_the_index_is_never_chosen(
     assert await router.metric("unknown_streams_total") == 1
 
 
-async def test_an_unknown_replica_beside_known_ones_is_ignored_and_mentioned(
-    start_engine: Any, start_router: Any, kit: Any
+async def test_an_unknown_replica_beside_known_ones_is_ignored_and_named_once(
+    start_engine: Any, start_router: Any, kit: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     lookup = kit.lookup(kit.matched("ghost", 96), kit.matched("e0", 32))
     router = await start_router(await start_engine(), lookup=lookup)
-    headers = (await router.complete(PROMPT)).headers
-    assert headers["x-warmroute-matched-tokens"] == "32"
-    assert headers["x-warmroute-reason"].endswith("ignored 1 unknown replicas in the index")
-    assert not headers["x-warmroute-reason"].startswith("fallback")
+    answers = [(await router.complete(PROMPT)).headers for _ in range(3)]
+    assert {headers["x-warmroute-matched-tokens"] for headers in answers} == {"32"}
+    reasons = [headers["x-warmroute-reason"] for headers in answers]
+    assert reasons[0].endswith("; ignored in the index: ghost")
+    assert not any("ghost" in reason or reason.startswith("fallback") for reason in reasons[1:])
+    assert caplog.text.count("ghost") == 1
+    assert await router.metric("unknown_streams_total") == 3
+    assert (await router.get("/debug/replicas"))["unknown_in_index"] == ["ghost"]
 
 
 async def test_a_model_that_the_index_does_not_know_is_a_fallback(
@@ -167,6 +171,19 @@ async def test_streams_without_trust_are_not_credited(
     assert all(
         h["x-warmroute-reason"].startswith("fallback: no stream in the index can be trusted") for h in headers
     )
+    assert not any("cached" in h["x-warmroute-reason"] for h in headers)
+
+
+async def test_rq16_matched_is_what_the_map_holds_and_the_reason_says_how_far_it_is_trusted(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    lookup = kit.lookup(kit.matched("e0", 96, state="partial", weight=0.25))
+    router = await start_router(await start_engine(), lookup=lookup)
+    headers = (await router.complete(PROMPT)).headers
+    assert headers["x-warmroute-matched-tokens"] == "96"
+    assert headers["x-warmroute-reason"].startswith("96 of 100 prompt tokens cached, trusted 25 %, ")
+    candidate = (await router.get("/debug/decisions"))["decisions"][0]["ranked"][0]["candidate"]
+    assert (candidate["matched_tokens"], candidate["credited_tokens"]) == (96, 24)
 
 
 async def test_one_stream_without_trust_beside_a_trusted_one_is_mentioned(

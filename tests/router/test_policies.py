@@ -70,6 +70,20 @@ def test_rq08_a_miss_goes_to_the_idle_replica() -> None:
     assert CACHE_AWARE(Ask(1000), fleet, random.Random(1))[0].candidate.replica == "b"
 
 
+def test_rq16_the_reason_says_how_far_a_match_is_trusted() -> None:
+    doubtful = Candidate(replica="a", rank=0, matched_tokens=352, credited_tokens=109, weight=0.31)
+    reason = CACHE_AWARE(Ask(361), [doubtful], random.Random(1))[0].reason
+    assert reason == "352 of 361 prompt tokens cached, trusted 31 %, 0 queued, 0 requests in flight"
+
+
+def test_rq16_nothing_is_called_cached_where_no_match_is_trusted() -> None:
+    fleet = [Candidate(replica="a", rank=0, matched_tokens=352, weight=0.0, state="offline")]
+    assert CACHE_AWARE(Ask(361), fleet, random.Random(1)) == LEAST_LOADED(Ask(361), fleet, random.Random(1))
+    fleet.append(Candidate(replica="b", rank=0, matched_tokens=0, weight=1.0, requests=9))
+    reasons = [item.reason for item in CACHE_AWARE(Ask(361), fleet, random.Random(1))]
+    assert all(reason.startswith("0 of 361") for reason in reasons)
+
+
 def test_a_match_that_is_not_trusted_counts_for_less() -> None:
     fleet = [candidate("partial", 1024, credited=512), candidate("live", 800)]
     assert CACHE_AWARE(Ask(1100), fleet, random.Random(1))[0].candidate.replica == "live"

@@ -21,13 +21,22 @@ def test_a_model_that_is_no_text_is_refused_with_its_name() -> None:
     assert (caught.value.status, caught.value.param) == (400, "body.model")
 
 
-@pytest.mark.parametrize("body", [b'{"temperature": NaN}', b'{"prompt": "\\ud800"}'])
-def test_json_that_only_python_reads_is_left_to_the_engine(body: bytes) -> None:
-    try:
+@pytest.mark.parametrize(
+    ("body", "model"),
+    [
+        (b'{"model":"b","temperature":NaN}', "b"),
+        (b'\xef\xbb\xbf{"model":"b"}', "b"),
+        ('{"model":"b"}'.encode("utf-16"), "b"),
+        (b'{"model":"b","prompt":"\\ud800"}', "b"),
+        (b'{"model":"\\ud800","x":NaN}', "?"),
+        (b'{"x":NaN}', None),
+    ],
+)
+def test_json_that_only_python_reads_is_left_to_an_engine_of_its_model(body: bytes, model: str) -> None:
+    with pytest.raises(UnreadableBodyError) as caught:
         read_body(body)
-    except UnreadableBodyError:
-        return
-    # What msgspec takes as well is fine too; it must only never be refused.
+    assert caught.value.model == model
+    assert model_of(body, "application/json") == model
 
 
 def test_a_missing_model_is_the_engines_default() -> None:
@@ -48,7 +57,16 @@ def test_prompt_log_probabilities_keep_the_engine_from_its_cache(body: bytes, re
     assert read_body(body).reads_cache is reads
 
 
-def test_the_model_of_other_paths_is_read_only_from_json() -> None:
+def test_the_model_of_other_paths_is_read_from_what_is_json() -> None:
     assert model_of(b'{"model":"e"}', "application/json") == "e"
+    assert model_of(b'{"model":"e"}', "Application/JSON; charset=utf-8") == "e"
     assert model_of(b'{"model":"e"}', "multipart/form-data") is None
     assert model_of(b"nonsense", "application/json") is None
+
+
+@pytest.mark.parametrize("more", [b"", b"Content-Type: text/plain\r\n"])
+def test_the_model_of_an_audio_form_is_read(more: bytes) -> None:
+    file = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\xff\r\n'
+    part = b'--b\r\nContent-Disposition: form-data; name="model"\r\n' + more + b"\r\nwhisper\r\n--b--\r\n"
+    assert model_of(file + part, "multipart/form-data; boundary=b") == "whisper"
+    assert model_of(file, "multipart/form-data; boundary=b") is None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -42,11 +44,13 @@ def fleet_of(session: aiohttp.ClientSession, *lines: str) -> Fleet:
     return fleet
 
 
-def registrar_of(fleet: Fleet, indexer: Indexer, url: str | None = "http://i") -> Registrar:
+def registrar_of(
+    fleet: Fleet, indexer: Indexer, url: str | None = "http://i", clock: Callable[[], float] = time.monotonic
+) -> Registrar:
     async def address() -> str | None:
         return url
 
-    return Registrar(fleet, address, lambda _: indexer, interval_s=0.01)
+    return Registrar(fleet, address, lambda _: indexer, interval_s=0.01, clock=clock)
 
 
 LINES = ("a=http://h:1,events=tcp://h:5557,replay=tcp://h:5657,ranks=2", "b=http://h:2")
@@ -67,7 +71,7 @@ async def test_every_rank_with_events_is_registered_once() -> None:
         aliases=("alias",),
         dp_rank=1,
     )
-    assert registrar.registered() == {("a", 0), ("a", 1)}
+    assert [registrar.registered(stream) for stream in (("a", 0), ("a", 1), ("b", 0))] == [True, True, False]
 
 
 async def test_what_an_indexer_forgot_is_registered_again() -> None:
@@ -111,6 +115,25 @@ async def test_it_goes_on_when_the_indexer_was_away(until: Any) -> None:
         indexer.reachable = True
         await until(lambda: len(indexer.streams) == 2, "both ranks are registered")
         await registrar.close()
+
+
+async def test_nothing_is_called_registered_while_the_indexer_cannot_be_asked() -> None:
+    now = 100.0
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        registrar = registrar_of(fleet_of(session, *LINES), indexer, clock=lambda: now)
+        assert (registrar.registered(("a", 0)), registrar.indexer()["answers"]) == (None, False)
+        await registrar.reconcile()
+        indexer.reachable = False
+        now += 7
+        await registrar.reconcile()
+        assert registrar.registered(("a", 0)) is None
+        said = registrar.indexer()
+        assert (said["url"], said["answers"], said["last_answer_s"]) == ("http://i", False, 7.0)
+        indexer.reachable = True
+        await registrar.reconcile()
+    assert registrar.registered(("a", 0)) is True
+    assert indexer.calls == 2
 
 
 async def test_nothing_is_asked_while_nobody_knows_the_address() -> None:

@@ -147,6 +147,117 @@ async def test_px07_a_stream_that_dies_ends_with_an_error_event_and_no_done(
         await kit.wait_until(router.idle, "nothing is in flight")
 
 
+async def test_a_client_that_hangs_up_on_done_has_the_whole_answer(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    """As the official client does, while the engine's connection is still open."""
+
+    class Recorder:
+        done: Any = None
+
+        def on_send(self, _: Any) -> None:
+            pass
+
+        def on_done(self, done: Any) -> None:
+            self.done = done
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        async def wait() -> None:
+            if len(seen) == 2:
+                await asyncio.Event().wait()
+            seen.append(b"")
+
+        seen: list[bytes] = [b""]
+        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], wait)
+
+    engine, recorder = await start_engine(answer=answer), Recorder()
+    router = await start_router(engine, recorder=recorder)
+    async with router.client.post(
+        f"{router.url}/v1/completions", json={"prompt": [1], "stream": True}
+    ) as response:
+        await response.content.readexactly(len(b"data: {}\n\ndata: [DONE]\n\n"))
+    await kit.wait_until(lambda: engine.cancelled == 1, "the engine's connection is closed")
+    await kit.wait_until(router.idle, "nothing is in flight")
+    assert (await router.get("/debug/decisions"))["decisions"][0]["outcome"]["status"] == "200"
+    assert await router.metric("requests_total", policy="cache-aware", replica="e0", status="200") == 1
+    assert (recorder.done.complete, recorder.done.status) == (True, 200)
+
+
+async def test_px07_a_stream_that_dies_after_its_done_is_complete(start_router: Any, kit: Any) -> None:
+    async def die(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"e\r\ndata: [DONE]\n\n\r\n"
+        )
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        reset(writer)
+
+    async with RawServer(die) as server:
+        router = await start_router(f"e0={server.url}", health_interval_s=60)
+        async with router.client.post(
+            f"{router.url}/v1/completions", json={"prompt": [1], "stream": True}
+        ) as response:
+            assert await response.read() == b"data: [DONE]\n\n"
+        assert await router.metric("broken_answers_total", replica="e0") == 0
+        assert router.parts.fleet.replicas["e0"].last_error is None
+
+
+async def test_errors_name_the_replica_and_neither_its_address_nor_our_libraries(
+    start_engine: Any, start_router: Any
+) -> None:
+    async def die_in_stream(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        writer.write(b"b\r\ndata: {}\n\n\n\r\n8\r\ndata: {")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        reset(writer)
+
+    async def no_http(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+        await writer.drain()
+
+    for act, says in (
+        (die_in_stream, "the answer of replica e0 broke off"),
+        (no_http, "the answer of replica e0 failed"),
+    ):
+        async with RawServer(act) as server:
+            router = await start_router(f"e0={server.url}", health_interval_s=60)
+            async with router.client.post(f"{router.url}/v1/completions", json={"prompt": [1]}) as response:
+                content = await response.read()
+            error = json.loads(content.rstrip(b"\n").rpartition(b"\n")[2].removeprefix(b"data: "))["error"]
+            assert (error["message"], error["code"]) == (says, 502)
+
+
+@pytest.mark.parametrize("body", [b"{}", b""])
+async def test_an_answer_without_a_content_type_gains_none(start_router: Any, body: bytes) -> None:
+    async def untyped(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+
+    async with RawServer(untyped) as server:
+        router = await start_router(f"e0={server.url}")
+        async with router.client.post(f"{router.url}/v1/completions", json={"prompt": [1]}) as response:
+            assert await response.read() == body
+            assert "Content-Type" not in response.headers
+
+
+async def test_a_stream_is_known_by_its_type_however_it_is_written(
+    start_engine: Any, start_router: Any
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "Text/Event-Stream; charset=utf-8"})
+        await response.prepare(request)
+        await response.write(b"data: {}\n\n")
+        return response
+
+    router = await start_router(await start_engine(answer=answer))
+    await router.complete([1], stream=True)
+    assert await router.metric("ttft_seconds_count", policy="cache-aware", replica="e0") == 1
+
+
 async def test_an_answer_that_breaks_off_before_its_body_is_a_502(start_router: Any) -> None:
     async def die(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n")
@@ -528,6 +639,85 @@ async def test_ev06_a_rank_is_sent_only_where_there_is_more_than_one(
         await router.complete([1])
     ranks = [request.headers.getall("X-data-parallel-rank") for request in engine.requests]
     assert ranks == [[str(number % 4)] for number in range(8)]
+
+
+async def test_ev06_a_rank_that_the_client_asks_for_pins_it(start_engine: Any, start_router: Any) -> None:
+    engines = [await start_engine(), await start_engine()]
+    router = await start_router(
+        *(f"e{n}={e.url},ranks=4" for n, e in enumerate(engines)), policy="round-robin"
+    )
+    for _ in range(4):
+        async with router.client.post(
+            f"{router.url}/v1/completions", json={"prompt": [1]}, headers={"X-Data-Parallel-Rank": "2"}
+        ) as response:
+            assert response.headers["x-warmroute-reason"] == "its turn; rank 2 as asked for"
+    assert {d["chosen"][1] for d in (await router.get("/debug/decisions"))["decisions"]} == {2}
+    for engine in engines:
+        ranks = [request.headers.getall("X-data-parallel-rank") for request in engine.requests]
+        assert ranks == [["2"]] * 2
+
+
+@pytest.mark.parametrize("rank", ["4", "-1", "two", "", "9" * 5000])
+async def test_ev06_a_rank_that_nobody_has_is_the_engines_to_refuse(
+    start_engine: Any, start_router: Any, rank: str
+) -> None:
+    engine = await start_engine()
+    router = await start_router(f"e0={engine.url},ranks=4")
+    async with router.client.post(
+        f"{router.url}/v1/completions", json={"prompt": [1]}, headers={"X-data-parallel-rank": rank}
+    ) as response:
+        assert "as asked for" not in response.headers["x-warmroute-reason"]
+    assert engine.requests[-1].headers.getall("X-data-parallel-rank") == [rank]
+
+
+async def test_px09_a_pinned_request_does_not_go_to_a_replica_that_lacks_its_rank(
+    start_engine: Any, start_router: Any
+) -> None:
+    dead, alive = await start_engine(), await start_engine()
+    router = await start_router(f"e0={dead.url},ranks=2", f"e1={alive.url}", health_interval_s=60)
+    await dead.stop()
+    for reason in ("no replica reached", "no healthy replica of model m with rank 1"):
+        async with router.client.post(
+            f"{router.url}/v1/completions", json={"prompt": [1]}, headers={"X-data-parallel-rank": "1"}
+        ) as response:
+            assert (response.status, response.headers["x-warmroute-reason"]) == (503, reason)
+    assert alive.generated == 0
+
+
+async def test_an_answer_in_one_piece_is_not_queued_prefill_until_its_end(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    gate = asyncio.Event()
+
+    async def answer(_: web.Request) -> web.Response:
+        await gate.wait()
+        return web.json_response({})
+
+    engine, now = await start_engine(answer=answer), 0.0
+    router = await start_router(engine)
+    router.parts.load._clock = lambda: now
+    task = asyncio.create_task(router.complete(list(range(500))))
+    await kit.wait_until(lambda: engine.open == 1, "the engine works on it")
+    load = router.parts.load
+    assert (load.of(("e0", 0)).prefill_tokens, load.of(("e0", 0)).decoding) == (500, 0)
+    now = 1.0
+    assert (load.of(("e0", 0)).prefill_tokens, load.of(("e0", 0)).decoding) == (0, 1)
+    gate.set()
+    await task
+    outcome = (await router.get("/debug/decisions"))["decisions"][0]["outcome"]
+    assert (outcome["status"], outcome["ttft_s"]) == ("200", None)
+    assert outcome["duration_s"] > 0
+
+
+async def test_streams_teach_how_fast_their_replica_prefills(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    router = await start_router(await start_engine())
+    await router.complete(list(range(2000)))
+    assert router.parts.load.prefill_s("e0", 10**9) == 1.0
+    await router.complete(list(range(2000)), stream=True)
+    ttft_s = (await router.get("/debug/decisions"))["decisions"][0]["outcome"]["ttft_s"]
+    assert router.parts.load.prefill_s("e0", 2000) == pytest.approx(ttft_s)
 
 
 async def test_px08_client_errors_say_nothing_about_the_replica(start_engine: Any, start_router: Any) -> None:

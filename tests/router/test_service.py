@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import sys
@@ -42,6 +43,38 @@ async def test_bad_settings_keep_it_from_starting_and_the_message_names_them(
 ) -> None:
     with pytest.raises(SettingsError, match=says):
         await start(RouterSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"policy": "cache-awere"}, "--policy 'cache-awere'"),
+        ({"replica": ("a=http://h:1", "a=http://h:2")}, "--replica a "),
+        ({"replica": ("nonsense",)}, "--replica 'nonsense'"),
+        ({"replica": ("a=http://h:1,events=ipc:///run/kv,ranks=2",)}, "--replica a"),
+        ({"listen": "8080"}, "--listen '8080'"),
+        ({"listen": "127.0.0.1:99999"}, "--listen"),
+        ({"indexer": "127.0.0.1:9400"}, "--indexer"),
+        ({"indexer": "http://"}, "--indexer"),
+        ({"indexer": "http://h:99999"}, "--indexer"),
+        ({"max_inflight": 0}, "--max-inflight 0"),
+        ({"connect_timeout_s": float("nan")}, "--connect-timeout-s nan"),
+        ({"idle_timeout_s": float("inf")}, "--idle-timeout-s inf"),
+        ({"grace_s": float("inf")}, "--grace-s inf"),
+    ],
+)
+def test_what_cannot_be_run_with_is_known_from_the_settings_alone(
+    settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(SettingsError, match=re.escape(says)):
+        RouterSettings(**settings).check()
+
+
+def test_settings_that_can_be_run_with_pass_the_check() -> None:
+    RouterSettings().check()
+    RouterSettings(
+        listen="[::1]:0", indexer="http://h:9400/", replica=("a=http://h:1,ranks=2",), max_inflight=1
+    ).check()
 
 
 async def test_a_port_in_use_is_told_in_one_line() -> None:
@@ -127,6 +160,60 @@ async def test_two_models_go_to_their_own_replicas(start_engine: Any, start_rout
     router = await start_router(first, second)
     for model, replica in (("m", "e0"), ("other", "e1")) * 5:
         assert (await router.complete("x", model=model)).headers["x-warmroute-replica"] == replica
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"other","prompt":"x","temperature":NaN}',
+        b'\xef\xbb\xbf{"model":"other","prompt":"x"}',
+    ],
+)
+async def test_json_that_only_python_reads_goes_to_a_replica_of_its_model(
+    start_engine: Any, start_router: Any, body: bytes
+) -> None:
+    first, second = await start_engine(), await start_engine(cards=[{"id": "other"}])
+    router = await start_router(first, second)
+    for path in ("completions", "responses") * 8:
+        headers = {"Content-Type": "application/json"}
+        async with router.client.post(f"{router.url}/v1/{path}", data=body, headers=headers) as response:
+            assert response.headers["x-warmroute-replica"] == "e1"
+    assert first.generated == 0
+    assert set(second.bodies) == {body}
+
+
+async def test_a_request_without_a_model_is_for_the_first_replicas_model_whatever_else_is_served(
+    start_engine: Any, start_router: Any, until: Any, kit: Any
+) -> None:
+    engines = [await start_engine(cards=[{"id": name}]) for name in ("a", "b", "a")]
+    lookup = kit.lookup(kit.matched("e1", 96), kit.matched("e2", 32))
+    router = await start_router(*engines, lookup=lookup)
+    for path, body in (("completions", {"prompt": [1] * 100}), ("embeddings", {"input": "x"})) * 8:
+        async with router.client.post(f"{router.url}/v1/{path}", json=body) as response:
+            assert response.headers["x-warmroute-replica"] in ("e0", "e2")
+    assert {asked[0] for asked in lookup.asked} == {"a"}
+    assert {json.dumps(json.loads(body).get("model")) for e in engines for body in e.bodies} == {"null"}
+    for engine in (engines[0], engines[2]):
+        engine.health_status = 500
+    await until(lambda: len(router.parts.fleet.usable()) == 1, "only the other model is up")
+    async with router.client.post(f"{router.url}/v1/completions", json={"prompt": "x"}) as response:
+        assert response.status == 503
+
+
+async def test_px14_a_model_whose_only_replica_is_down_is_named(
+    start_engine: Any, start_router: Any, until: Any
+) -> None:
+    first, second = await start_engine(), await start_engine(cards=[{"id": "other"}])
+    router = await start_router(first, second)
+    await second.stop()
+    await until(lambda: len(router.parts.fleet.usable()) == 1, "it is down")
+    for path in ("completions", "embeddings"):
+        body = {"model": "other", "prompt": "x"}
+        async with router.client.post(f"{router.url}/v1/{path}", json=body) as response:
+            assert response.status == 503
+            assert response.headers["x-warmroute-reason"] == "no healthy replica of model other"
+            assert "model other" in (await response.json())["error"]["message"]
+            assert "Retry-After" in response.headers
 
 
 async def test_px15_models_are_listed_while_a_replica_is_down(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from array import array
 from typing import Any
 
@@ -12,7 +13,7 @@ from aiohttp import web
 from router import fallback
 from router.prompt import read_body
 from router.replicas import Replica, parse_replica
-from router.tokens import MISSING_FOR_S, Tokenizer, tokenize_request, tokens_in_request
+from router.tokens import MISSING_FOR_S, SLOW_FOR_S, Tokenizer, tokenize_request, tokens_in_request
 
 
 class Clock:
@@ -221,3 +222,36 @@ async def test_px13_an_engine_that_does_not_answer_costs_no_more_than_the_deadli
     tokenizer, _, replicas, session = await make(engine, timeout_s=0.05)
     async with session:
         assert (await tokenizer.tokens(body(prompt="x"), replicas)).why_not is fallback.TOKENIZE_TIMEOUT
+
+
+async def never(_: web.Request) -> web.Response:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_px13_a_silent_engine_is_helped_out_by_another_within_the_deadline_and_then_asked_last(
+    start_engine: Any,
+) -> None:
+    hung, good = await start_engine(tokenize=never), await start_engine()
+    tokenizer, clock, replicas, session = await make(hung, good, timeout_s=2.0)
+    async with session:
+        for number in range(20):
+            prompt = f"prompt {number}"
+            tokens = await tokenizer.tokens(body(prompt=prompt), replicas)
+            assert tokens.ids == array("I", list(prompt.encode()))
+        assert hung.tokenized == 1
+        # Later it gets its chance again.
+        clock.now += SLOW_FOR_S + 1
+        for number in range(20):
+            await tokenizer.tokens(body(prompt=f"again {number}"), replicas)
+    assert hung.tokenized == 2
+
+
+async def test_px13_one_deadline_holds_for_all_engines_that_are_asked(start_engine: Any) -> None:
+    engines = [await start_engine(tokenize=never) for _ in range(8)]
+    tokenizer, _, replicas, session = await make(*engines, timeout_s=0.2)
+    async with session:
+        begun = time.monotonic()
+        assert (await tokenizer.tokens(body(prompt="x"), replicas)).why_not is fallback.TOKENIZE_TIMEOUT
+        assert time.monotonic() - begun < 1
+    assert sum(engine.tokenized for engine in engines) in (3, 4)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.recording import RecordingWriter
+from router import tap
+from router.answer import Answer
+from router.recorder import TrafficRecorder
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "recording.jsonl"
+
+
+def sent(exchange: int, **fields: Any) -> tap.Sent:
+    values: dict[str, Any] = {"request_id": "same", "replica": "a", "rank": 0, "path": "/v1/completions"}
+    values |= {"body": b'{"model":"m"}', "tokens": array("I", [1, 2]), "headers": {}}
+    return tap.Sent(exchange=exchange, **(values | fields))
+
+
+def done(exchange: int, text: str) -> tap.Done:
+    return tap.Done(
+        exchange=exchange,
+        request_id="same",
+        replica="a",
+        rank=0,
+        status=200,
+        complete=True,
+        answer=Answer(2, 0, 1, text),
+    )
+
+
+def lines(file: Path, kind: str) -> list[dict[str, Any]]:
+    return [line for text in file.read_text().splitlines() if (line := json.loads(text))["k"] == kind]
+
+
+def test_requests_that_share_a_request_id_keep_their_own_outcomes(file: Path) -> None:
+    recorder = TrafficRecorder(RecordingWriter(file), clock=lambda: 100.0)
+    for number in (7, 8):
+        recorder.on_send(sent(number, tokens=array("I", [number])))
+    for number in (8, 7):
+        recorder.on_done(done(number, f"answer {number}"))
+    recorder.close()
+    tokens = {line["id"]: line["tokens"] for line in lines(file, "send")}
+    answers = {line["id"]: line["text"] for line in lines(file, "done")}
+    assert [(tokens[id_], answers[id_]) for id_ in sorted(tokens)] == [([7], "answer 7"), ([8], "answer 8")]
+
+
+@pytest.mark.parametrize("body", [b'{"a":' * 100_000, b'{"x":NaN}', b"\xff"])
+def test_what_clients_send_besides_utf8_costs_no_line(file: Path, body: bytes) -> None:
+    recorder = TrafficRecorder(RecordingWriter(file), clock=lambda: 100.0)
+    recorder.on_send(sent(1, path="/v1/caf\udce9", headers={"X-User": "Jos\udce9"}, body=body))
+    recorder.on_done(done(1, "x"))
+    recorder.close()
+    (line,) = lines(file, "send")
+    assert (line["path"], line["headers"], line["body"]) == ("/v1/caf?", {"X-User": "Jos?"}, {})
+    assert len(lines(file, "done")) == 1

@@ -1,0 +1,164 @@
+"""What aiohttp would answer by itself, and what clients send that is no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from router.answer import AnswerTap
+from router.upstream import AiohttpUpstream
+
+BODY = b'{"model":"m","prompt":[1,2,3]}'
+
+
+async def answer_to(router: Any, request: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of what a router answers to raw bytes; it has to close the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+    writer.write(request)
+    async with asyncio.timeout(5):
+        content = await reader.read()
+    writer.close()
+    head, _, body = content.partition(b"\r\n\r\n")
+    status, *lines = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    return int(status.split()[1]), headers, body
+
+
+def post(*headers: bytes, line: bytes = b"POST /v1/completions HTTP/1.1", body: bytes = BODY) -> bytes:
+    head = (line, b"Host: r", b"Connection: close", b"Content-Length: %d" % len(body), *headers)
+    return b"\r\n".join(head) + b"\r\n\r\n" + body
+
+
+MALFORMED = [
+    post(b"Authorization: Bearer sk-LEAK\x01"),
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nTransfer-Encoding: chunked\r\n\r\nsk-LEAK",
+    b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: sk-LEAK\r\n\r\n",
+    b"sk-LEAK\r\n\r\n",
+    b"GET /v1/sk-LEAK\xe9 HTTP/1.1\r\nHost: r\r\n\r\n",
+    b"GET / HTTP/1.1\r\nX: " + b"sk-LEAK" * 20_000 + b"\r\n\r\n",
+]
+
+
+async def test_op08_op10_malformed_http_is_told_in_our_shape_and_logged_once_without_its_bytes(
+    start_engine: Any, start_router: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    with caplog.at_level("DEBUG"):
+        for request in MALFORMED * 3:
+            status, headers, body = await answer_to(router, request)
+            assert (status, headers["content-type"]) == (400, "application/json")
+            assert json.loads(body)["error"]["code"] == 400
+            assert headers["x-warmroute-policy"] == "cache-aware"
+            assert headers["x-warmroute-reason"]
+            assert headers["x-request-id"]
+            assert b"LEAK" not in body
+    assert "LEAK" not in caplog.text
+    assert "Traceback" not in caplog.text
+    lines = [
+        record.getMessage() for record in caplog.records if record.name.startswith(("router", "aiohttp"))
+    ]
+    assert len(lines) == len(set(lines)) <= len(MALFORMED)
+    assert engine.generated == 0
+    assert router.idle()
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "allow"),
+    [
+        (b"GET /nowhere HTTP/1.1", 404, None),
+        (b"GET //v1/models HTTP/1.1", 404, None),
+        (b"CONNECT r:443 HTTP/1.1", 404, None),
+        (b"DELETE /health HTTP/1.1", 405, "GET,HEAD"),
+    ],
+)
+async def test_paths_and_methods_that_nobody_serves_are_told_in_openais_shape(
+    start_router: Any, line: bytes, status: int, allow: str | None
+) -> None:
+    router = await start_router()
+    answered, headers, body = await answer_to(router, post(b"X-Request-Id: abc", line=line))
+    error = json.loads(body)["error"]
+    assert (answered, error["code"], headers["content-type"]) == (status, status, "application/json")
+    assert (headers["x-request-id"], headers.get("allow")) == ("abc", allow)
+    assert headers["x-warmroute-policy"] == "cache-aware"
+    assert headers["x-warmroute-reason"] == error["type"].lower()
+
+
+async def test_an_expectation_that_nobody_can_meet_is_told_in_openais_shape(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine())
+    status, headers, body = await answer_to(router, post(b"Expect: miracles"))
+    assert (status, json.loads(body)["error"]["type"]) == (417, "Expectation Failed")
+    assert headers["x-warmroute-reason"] == "expectation failed"
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/responses/a%2Fb?x=%20&y"])
+async def test_a_target_in_absolute_form_is_served_like_its_path(
+    start_engine: Any, start_router: Any, path: bytes
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    for target in (path, b"http://api.local" + path):
+        status, headers, _ = await answer_to(router, post(line=b"POST %s HTTP/1.1" % target))
+        assert (status, headers["x-warmroute-replica"]) == (200, "e0")
+    assert [request.raw_path for request in engine.requests] == [path.decode()] * 2
+
+
+async def test_px14_an_unforeseen_error_is_a_500_in_openais_shape_and_logged_once_without_the_request(
+    start_engine: Any, start_router: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def surprise(*_: Any) -> Any:
+        raise ZeroDivisionError("sk-LEAK")
+
+    monkeypatch.setattr(AiohttpUpstream, "send", surprise)
+    router = await start_router(await start_engine())
+    for _ in range(3):
+        status, headers, body = await answer_to(router, post(b"X-Request-Id: abc"))
+        assert (status, json.loads(body)["error"]["type"]) == (500, "InternalServerError")
+        assert (headers["x-warmroute-replica"], headers["x-request-id"]) == ("e0", "abc")
+    assert "LEAK" not in caplog.text
+    assert [
+        record.getMessage().split(":")[1] for record in caplog.records if record.name == "router.route"
+    ] == [" ZeroDivisionError in surprise, test_server.py"]
+    assert await router.metric("requests_total", policy="cache-aware", replica="e0", status="500") == 3
+    assert (await router.get("/debug/decisions"))["decisions"][0]["outcome"]["status"] == "500"
+    assert router.idle()
+
+
+async def test_px14_an_unforeseen_error_in_mid_answer_does_not_pass_for_its_end(
+    start_engine: Any, start_router: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def surprise(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(AnswerTap, "feed", surprise)
+    router = await start_router(await start_engine())
+    _, headers, body = await answer_to(router, post(body=b'{"prompt":[1],"stream":true}'))
+    assert headers["transfer-encoding"] == "chunked"
+    assert not body.endswith(b"0\r\n\r\n")
+    await kit.wait_until(router.idle, "nothing is in flight")
+
+
+async def test_px10_header_bytes_that_are_no_utf8_arrive_unchanged_both_ways(
+    start_engine: Any, start_router: Any
+) -> None:
+    async def answer(request: Any) -> Any:
+        response = await engine._answer(request)
+        response.headers["X-Their"] = request.headers["X-User"]
+        return response
+
+    engine = await start_engine()
+    engine.answer = answer
+    router = await start_router(engine)
+    for name in (b"Jos\xe9 \xff!", "José".encode()):
+        status, headers, _ = await answer_to(router, post(b"X-User: " + name, b"X-Request-Id: \xe9"))
+        assert status == 200
+        assert engine.requests[-1].headers["X-User"].encode("utf-8", "surrogateescape") == name
+        assert headers["x-their"].encode("latin-1") == name
+        assert headers["x-request-id"] == engine.requests[-1].headers["X-Request-Id"]
+        assert len(headers["x-request-id"]) == 32
+    assert len((await router.get("/debug/decisions"))["decisions"]) == 2
