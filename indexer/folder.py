@@ -26,6 +26,12 @@ DAMAGED_FILE = "data.mdb.damaged"
 DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 ANOTHER_FOLDER = "delete the folder, or give another --map"
 
+FIXES = {
+    "use": ANOTHER_FOLDER,
+    "read": "its files must be readable and writable for this user, as LMDB locks them",
+    "write": "make room on its disk, or give another --map",
+}
+
 
 class DamagedError(MapError):
     """A file that LMDB cannot use."""
@@ -131,22 +137,16 @@ def open_to_read(path: Path) -> tuple[lmdb.Environment, Tables]:
 
 @contextmanager
 def as_map_error(action: str, path: Path) -> Iterator[None]:
-    """What LMDB raises, as a MapError that says what to do."""
+    """What LMDB raises, as a MapError that says what to do. ``action`` is one of FIXES."""
     try:
         yield
     except lmdb.MapFullError as error:
         raise MapFullError(f"the map in {path} is full; give a larger --map-size") from error
-    except (
-        lmdb.CorruptedError,
-        lmdb.InvalidError,
-        lmdb.PageNotFoundError,
-        lmdb.VersionMismatchError,
-    ) as error:
-        raise DamagedError(
-            f"the map in {path} is damaged or no LMDB file ({error}); {ANOTHER_FOLDER}"
-        ) from error
-    except (lmdb.Error, OverflowError) as error:
-        raise MapError(f"cannot {action} the map in {path}: {error}; {ANOTHER_FOLDER}") from error
+    except DAMAGE as error:
+        what = f"the map in {path} is damaged or no LMDB file ({error})"
+        raise DamagedError(f"{what}; {ANOTHER_FOLDER}") from error
+    except lmdb.Error as error:
+        raise MapError(f"cannot {action} the map in {path}: {error}; {FIXES[action]}") from error
 
 
 def _check_whole(env: lmdb.Environment, path: Path) -> None:

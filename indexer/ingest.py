@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 GROUP_SIGNALS = 512
 COLLECT_SHARE = 16
 MAX_POISON = 1_000
+POISON_AFTER = 4
 MAX_SAID = 4_096
 SAY_AGAIN_S = 10.0
 RELEARN_AFTER = 8
@@ -64,7 +66,7 @@ class PoisonError(IndexerError):
     """A batch that cannot be applied, though it could be decoded."""
 
     def __init__(self, stream: StreamId, payload: bytes, error: Exception) -> None:
-        super().__init__(f"a batch of {_title(stream)} cannot be applied and is left out: {error!r}")
+        super().__init__(f"a batch of {_title(stream)} cannot be applied: {error!r}")
         self.batch = (stream, digest_of(payload))
 
 
@@ -107,7 +109,7 @@ class Ingest:
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
         self._followed: dict[StreamId, Followed] = {}
         self._asks: dict[StreamId, AskReplay] = {}
-        self._poison: set[tuple[StreamId, bytes]] = set()
+        self._poison: Counter[tuple[StreamId, bytes]] = Counter()
         self._beat_at = float("-inf")
         self._sync_at = clock() + SYNC_S
         self._running = False
@@ -167,11 +169,22 @@ class Ingest:
                 signals = self._feed.inbox.take(GROUP_SIGNALS, 0 if self._busy else IDLE_S)
                 self.step(signals)
                 self._carry_out_commands()
+            except PoisonError as error:
+                failed = True
+                self.failures += 1
+                self._note_poison(error)
             except Exception as error:
                 failed = True
                 self.failures += 1
                 self._report(error)
                 time.sleep(RECOVERY_PAUSE_S)
+
+    def _note_poison(self, error: PoisonError) -> None:
+        """What failed once may go well the next time; what fails again and again is left out."""
+        self._report(error)
+        if len(self._poison) >= MAX_POISON:
+            self._poison.clear()
+        self._poison[error.batch] += 1
 
     def _report(self, error: Exception) -> None:
         told = str(error) if isinstance(error, MapError) else "".join(traceback.format_exception(error))
@@ -243,7 +256,7 @@ class Ingest:
             self._leave_out(stream, "payload", action)
             self._warn.warning(f"payload {stream}", "%s sent %s", _title(stream), error)
         else:
-            if self._poison and (stream, digest_of(action.payload)) in self._poison:
+            if self._poison and self._poison[stream, digest_of(action.payload)] >= POISON_AFTER:
                 self._leave_out(stream, "poison", action)
             else:
                 record = self._apply_or_raise(group, stream, batch, action)
@@ -365,9 +378,6 @@ class Ingest:
                 continue
             try:
                 command()
-            except MapError as error:  # it may be half done: all start over from the commit
-                future.set_exception(error)
-                raise
             except IndexerError as error:
                 future.set_exception(error)
             except Exception as error:
