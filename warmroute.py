@@ -253,6 +253,8 @@ def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
         raise StartError(str(error)) from error
     counts = f"{done.events} event batches, {done.requests} requests, {done.checkable} of them checkable"
     click.echo(f"{output}: {counts}; check them with: warmroute verify {output}", err=True)
+    if done.lost:
+        raise StartError(f"{done.lost} lines could not be written to {output}")
 
 
 @main.command()

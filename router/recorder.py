@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 
 from events.inbox import StreamId
+from events.logs import Throttled
 from events.recording import (
     Done,
     Line,
@@ -33,7 +34,7 @@ from events.recording import (
 from events.stream import Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
 from router import tap
-from router.errors import RecordError
+from router.errors import RecordError, RouterError
 from router.fleet import Fleet
 from router.headers import shown
 from router.service import RouterApp, listening, router_app
@@ -73,6 +74,8 @@ class TrafficRecorder:
         self.events = 0
         self.requests = 0
         self.checkable = 0
+        self.lost = 0
+        self._warn = Throttled(log)
 
     # what happens
 
@@ -167,8 +170,15 @@ class TrafficRecorder:
     def _add(self, line: Line | _Open) -> None:
         self._lines.append(line)
         while self._lines and (not self._waits(self._lines[0]) or len(self._lines) > MAX_LINES_WAITING):
-            first = self._lines.popleft()
-            self._writer.write(first.line if isinstance(first, _Open) else first)
+            self._write(self._lines.popleft())
+
+    def _write(self, line: Line | _Open) -> None:
+        """What the disk has no room for is lost, counted and said; the requests go on."""
+        try:
+            self._writer.write(line.line if isinstance(line, _Open) else line)
+        except OSError as error:
+            self.lost += 1
+            self._warn.warning("write", "a line of the recording is lost: %s", error.strerror)
 
     @staticmethod
     def _waits(line: Line | _Open) -> bool:
@@ -178,10 +188,13 @@ class TrafficRecorder:
         """Writes what still waits; requests without an end are not checkable."""
         for replica in list(self._held):
             self.history(replica, None)
-        for line in self._lines:
-            self._writer.write(line.line if isinstance(line, _Open) else line)
-        self._lines.clear()
-        self._writer.close()
+        while self._lines:
+            self._write(self._lines.popleft())
+        try:
+            self._writer.close()
+        except OSError as error:
+            self.lost += 1
+            self._warn.warning("write", "the end of the recording is lost: %s", error.strerror)
 
 
 def source_name(replica: str, rank: int) -> str:
@@ -293,6 +306,9 @@ async def record(settings: RouterSettings, output: Path, *, one_at_a_time: bool)
             if one_at_a_time:
                 router.app.middlewares.append(_one_at_a_time(recorder))
             await _record(router, recorder, stop)
+    except RouterError:
+        output.unlink()  # Nothing was recorded: the command can be given again.
+        raise
     finally:
         recorder.close()
     return recorder

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from array import array
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from events.recording import RecordingWriter
 from router import tap
 from router.answer import Answer
-from router.recorder import TrafficRecorder
+from router.errors import RouterError
+from router.recorder import TrafficRecorder, record
+from router.settings import RouterSettings
 
 
 @pytest.fixture
@@ -61,3 +64,24 @@ def test_what_clients_send_besides_utf8_costs_no_line(file: Path, body: bytes) -
     (line,) = lines(file, "send")
     assert (line["path"], line["headers"], line["body"]) == ("/v1/caf?", {"X-User": "Jos?"}, {})
     assert len(lines(file, "done")) == 1
+
+
+def test_a_full_disk_costs_lines_that_are_counted_and_no_request(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = TrafficRecorder(RecordingWriter(file))
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordingWriter, "write", full)
+    recorder.on_send(sent(1))
+    recorder.on_done(done(1, "text"))
+    recorder.close()
+    assert recorder.lost == 2
+
+
+async def test_a_recording_that_cannot_start_leaves_no_file_behind(file: Path) -> None:
+    with pytest.raises(RouterError):
+        await record(RouterSettings(listen="nowhere"), file, one_at_a_time=False)
+    assert not file.exists()
