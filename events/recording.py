@@ -174,6 +174,7 @@ class RecordingWriter:
 
     def __init__(self, path: Path) -> None:
         """Raises FileExistsError, OSError."""
+        self._path = path
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file: TextIO = os.fdopen(descriptor, "w", encoding="utf-8")
 
@@ -182,3 +183,7 @@ class RecordingWriter:
 
     def close(self) -> None:
         self._file.close()
+
+    def discard(self) -> None:
+        """Takes the file away; what is written from now on goes nowhere."""
+        self._path.unlink()

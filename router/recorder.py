@@ -184,6 +184,10 @@ class TrafficRecorder:
     def _waits(line: Line | _Open) -> bool:
         return isinstance(line, _Open) and not line.decided
 
+    def discard(self) -> None:
+        """Takes the file away again."""
+        self._writer.discard()
+
     def close(self) -> None:
         """Writes what still waits; requests without an end are not checkable."""
         for replica in list(self._held):
@@ -307,7 +311,7 @@ async def record(settings: RouterSettings, output: Path, *, one_at_a_time: bool)
                 router.app.middlewares.append(_one_at_a_time(recorder))
             await _record(router, recorder, stop)
     except RouterError:
-        output.unlink()  # Nothing was recorded: the command can be given again.
+        recorder.discard()  # Nothing was recorded: the command can be given again.
         raise
     finally:
         recorder.close()

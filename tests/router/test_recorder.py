@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 from array import array
@@ -81,7 +82,7 @@ def test_a_full_disk_costs_lines_that_are_counted_and_no_request(
     assert recorder.lost == 2
 
 
-async def test_a_recording_that_cannot_start_leaves_no_file_behind(file: Path) -> None:
+def test_a_recording_that_cannot_start_leaves_no_file_behind(file: Path) -> None:
     with pytest.raises(RouterError):
-        await record(RouterSettings(listen="nowhere"), file, one_at_a_time=False)
+        asyncio.run(record(RouterSettings(listen="nowhere"), file, one_at_a_time=False))
     assert not file.exists()
