@@ -192,8 +192,8 @@ class Publisher:
             self._end_context()
 
     def _wake_thread(self) -> None:
-        # A full pipe is full of wake-ups that the thread has yet to see.
-        with contextlib.suppress(BlockingIOError):
+        # A full pipe is full of wake-ups that the thread has yet to see; a closed one has no thread any more.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
             self._wake.send(b"\0")
 
     def _run(self) -> None:

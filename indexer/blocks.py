@@ -5,7 +5,17 @@ from __future__ import annotations
 from events.schema import BlockRemoved, BlockStored
 from indexer.changes import Changes
 from indexer.keys import block_keys, extra_bytes, local_hashes, next_key, root_key
-from indexer.layout import GPU, MAX_COPIES, Name, StreamRecord, Waiting, name_prefix, tier_of
+from indexer.layout import (
+    GPU,
+    MAX_COPIES,
+    Name,
+    StreamRecord,
+    Waiting,
+    age_key,
+    name_prefix,
+    slot_key,
+    tier_of,
+)
 
 MAX_WAITING = 100_000
 PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
@@ -48,6 +58,15 @@ class StreamBlocks:
                 self._record.counters.removed += 1
             elif not self._release_waiting(key, tier):
                 self._record.counters.unknown_removed += 1
+
+    def evict(self, count: int) -> None:
+        """Forgets the ``count`` blocks that came first."""
+        for key in self._changes.oldest(slot_key(self._record.slot), count):
+            name = self._changes.name(key)
+            assert name is not None, "an age outlived its name"
+            while name.held:
+                self._release(key, name, next(tier for tier, copies in enumerate(name.copies) if copies))
+            self._record.counters.evicted += 1
 
     def _unusable(self, event: BlockStored) -> str | None:
         """Why no keys can be made of a stored event; learns the block size from the first good one."""
@@ -142,6 +161,7 @@ class StreamBlocks:
         changes.save(key, name)
         record.blocks += 1
         record.lower_tiers = record.lower_tiers or tier != GPU
+        self._came(key, name)
         if behind is not None:
             behind.children += 1
             record.orphans += not behind.held
@@ -161,6 +181,7 @@ class StreamBlocks:
             return
         record.blocks += 1
         record.orphans -= name.children
+        self._came(key, name)
         if name.parent:
             parent_key, parent = self._parent(key, name)
             parent.children += 1
@@ -178,8 +199,16 @@ class StreamBlocks:
         if not name.held:
             self._unhold(key, name)
 
+    def _came(self, key: bytes, name: Name) -> None:
+        record = self._record
+        record.ages += 1
+        name.age = record.ages
+        self._changes.came(age_key(record.slot, name.age), key[2:])
+
     def _unhold(self, key: bytes, name: Name) -> None:
         changes, record = self._changes, self._record
+        changes.went(age_key(record.slot, name.age))
+        name.age = 0
         record.blocks -= 1
         record.orphans += name.children
         if name.parent:

@@ -43,6 +43,7 @@ class Changes:
         self._changed_holders: set[bytes] = set()
         self._waiting: dict[bytes, Waiting | None] = {}
         self._changed_waiting: set[bytes] = set()
+        self._ages: dict[bytes, bytes | None] = {}
 
     def fetch(self, names: list[bytes], blocks: list[bytes]) -> None:
         """Reads names and holders that are about to be asked for, all at once."""
@@ -110,6 +111,24 @@ class Changes:
         self._waiting[key] = waiting
         self._changed_waiting.add(key)
 
+    def came(self, age: bytes, name: bytes) -> None:
+        """Stages a row of ``ages``: a block came, with this names key less its slot."""
+        self._ages[age] = name
+
+    def went(self, age: bytes) -> None:
+        """Stages the end of a row of ``ages``."""
+        self._ages[age] = None
+
+    def oldest(self, slot: bytes, limit: int) -> list[bytes]:
+        """The names keys of the blocks of a slot that came first, of what is committed."""
+        found: list[bytes] = []
+        with self._txn.cursor(self._tables.ages) as cursor:
+            more = cursor.set_range(slot)
+            while more and len(found) < limit and bytes(cursor.key()).startswith(slot):
+                found.append(slot + bytes(cursor.value()))
+                more = cursor.next()
+        return found
+
     def link(self, parent: bytes, child: bytes) -> None:
         """Notes that ``child`` waits for ``parent`` (names keys both)."""
         self._txn.put(parent, child, db=self._tables.children)
@@ -142,6 +161,7 @@ class Changes:
         self._write(self._tables.blocks, holders, encode_holders)
         waiting = [(key, self._waiting[key]) for key in self._changed_waiting]
         self._write(self._tables.waiting, waiting, encode_waiting)
+        self._write(self._tables.ages, list(self._ages.items()), bytes)
 
     def _write(
         self,

@@ -84,6 +84,7 @@ class DebugApi:
                 "duplicates": record.counters.duplicates,
                 "unknown_removed": record.counters.unknown_removed,
                 "contradictions": record.counters.contradictions,
+                "evicted": record.counters.evicted,
                 "gaps": machine.gaps if machine else 0,
                 "restarts": machine.restarts if machine else 0,
                 "replays_failed": machine.replays_failed if machine else 0,

@@ -30,6 +30,7 @@ from events.schema import (
 from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream, digest_of
 from events.subscriber import Source
 from indexer.blocks import PREFIX_KINDS
+from indexer.bounds import Bounds, Eviction
 from indexer.errors import IndexerError, MapError, RegistrationError, UnknownInstanceError
 from indexer.layout import StreamKey, StreamRecord
 from indexer.registration import Registration
@@ -41,6 +42,8 @@ GROUP_SIGNALS = 512
 COLLECT_SHARE = 16
 MAX_POISON = 1_000
 POISON_AFTER = 4
+EVICT_STEPS = 16
+NO_BOUNDS = Bounds()
 MAX_SAID = 4_096
 SAY_AGAIN_S = 10.0
 RELEARN_AFTER = 8
@@ -97,10 +100,12 @@ class Ingest:
         writer: MapWriter,
         feed: Feed,
         *,
+        bounds: Bounds = NO_BOUNDS,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._writer = writer
+        self._eviction = Eviction(bounds)
         self._feed = feed
         self._clock = clock
         self._wall = wall
@@ -204,9 +209,23 @@ class Ingest:
             self._commit(signals, now)
         for _ in range(1 + self._writer.garbage // COLLECT_SHARE if self._writer.garbage else 0):
             self._writer.collect()
+        self._keep_bounds()
         if now >= self._sync_at:
             self._writer.sync()
             self._sync_at = now + SYNC_S
+
+    def _keep_bounds(self) -> None:
+        for _ in range(EVICT_STEPS):
+            found = self._eviction.next(self._writer.used_bytes(), self._writer.streams.values())
+            if found is None:
+                return
+            record, count = found
+            self._warn.warning(
+                f"evict {record.id}",
+                "at a bound (--map-budget, --max-blocks): forgetting the oldest blocks of %s",
+                _title(record.id),
+            )
+            self._writer.evict(record, count)
 
     def _commit(self, signals: list[tuple[StreamId, Signal]], now: float) -> None:
         self._asks.clear()
@@ -392,7 +411,7 @@ class Ingest:
         known = self._writer.streams.get(key)
         if known is not None and known.registration == registration:
             return
-        if known is not None and _same_stream(known.registration, registration):
+        if known is not None and _same_stream(known, registration):
             with self._writer.group() as group:
                 known.registration = registration
                 group.touch(known)
@@ -462,10 +481,9 @@ def _source(registration: Registration) -> Source:
     return Source(registration.address, registration.binds, registration.topic, registration.replay_endpoint)
 
 
-def _same_stream(one: Registration, other: Registration) -> bool:
-    """Whether they differ at most in the names the model goes by, or in how the id is spelt."""
-
-    def plain(registration: Registration) -> Registration:
-        return msgspec.structs.replace(registration, instance_id=registration.instance, aliases=())
-
-    return plain(one) == plain(other)
+def _same_stream(known: StreamRecord, registration: Registration) -> bool:
+    """Whether they differ at most in the names the model goes by, and in saying the block size or not."""
+    fits = registration.block_size in (None, known.block_size)
+    plain = {"aliases": (), "block_size": None, "instance_id": known.registration.instance_id}
+    one, other = (msgspec.structs.replace(each, **plain) for each in (known.registration, registration))
+    return fits and one == other

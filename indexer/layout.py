@@ -8,6 +8,7 @@ names         slot u16, group u8, engine hash           what a removal, which na
                                                         (``Name``)
 waiting       as in names                               a stored block whose parent is not known (``Waiting``)
 children      names key of a parent not known           names keys of the blocks that wait for it (dupsort)
+ages          slot u16, store counter u48               group and engine hash: the order in which blocks came
 streams       slot u16                                  ``StreamRecord``: one generation of one stream
 meta          name                                      schema, boot id, clean flag, heartbeat, address
 ============  ========================================  ====================================================
@@ -18,6 +19,7 @@ reader masks retired slots, and their entries are collected afterwards in small 
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from functools import lru_cache
@@ -35,6 +37,7 @@ MAX_SLOTS = 255 * 8  # as many as a bitmap whose width is one byte can name
 MAX_READERS = 1024
 DEFAULT_MAP_SIZE = 16 << 30
 HOLDERS_CACHED = 1 << 14
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Tier = Literal[0, 1, 2]
 GPU: Tier = 0
@@ -84,7 +87,8 @@ def decode_holders(value: bytes) -> Holders:
     return gpu, cpu, disk
 
 
-_NAME = struct.Struct("<8s3BII")
+_NAME = struct.Struct("<8s3BII6s")
+AGE_BYTES = 6
 MAX_COPIES = 255
 
 
@@ -93,10 +97,11 @@ class Name:
 
     ``parent`` is the parent's engine hash, empty at the start of a prompt. ``children`` counts held children.
     A name that lost its last copy stays as a *ghost* while names hang on it: blocks behind a hole must know
-    their way back when it is filled. ``ghosts`` counts children that are ghosts.
+    their way back when it is filled. ``ghosts`` counts children that are ghosts. ``age`` is the stream's
+    store counter when the block came, and leads to its row in ``ages``; 0 for a ghost.
     """
 
-    __slots__ = ("children", "copies", "ghosts", "key", "parent")
+    __slots__ = ("age", "children", "copies", "ghosts", "key", "parent")
 
     def __init__(self, key: bytes, parent: bytes) -> None:
         self.key = key
@@ -104,21 +109,24 @@ class Name:
         self.copies = [0, 0, 0]
         self.children = 0
         self.ghosts = 0
+        self.age = 0
 
     @property
     def held(self) -> bool:
         return any(self.copies)
 
     def encode(self) -> bytes:
-        return _NAME.pack(self.key, *self.copies, self.children, self.ghosts) + self.parent
+        age = self.age.to_bytes(AGE_BYTES, "big")
+        return _NAME.pack(self.key, *self.copies, self.children, self.ghosts, age) + self.parent
 
     @classmethod
     def decode(cls, value: bytes) -> Name:
-        key, gpu, cpu, disk, children, ghosts = _NAME.unpack_from(value)
+        key, gpu, cpu, disk, children, ghosts, age = _NAME.unpack_from(value)
         name = cls(key, value[_NAME.size :])
         name.copies = [gpu, cpu, disk]
         name.children = children
         name.ghosts = ghosts
+        name.age = int.from_bytes(age, "big")
         return name
 
 
@@ -141,6 +149,7 @@ class Counters(msgspec.Struct):
     duplicates: int = 0
     unknown_removed: int = 0
     contradictions: int = 0
+    evicted: int = 0
     skipped: dict[str, int] = {}
 
     def skip(self, reason: str, blocks: int = 1) -> None:
@@ -152,7 +161,8 @@ class StreamRecord(msgspec.Struct):
     """One generation of one stream: where it stands, and what it holds.
 
     ``sequence`` and ``digest`` are of the last batch that is in the map. ``blocks`` counts held names,
-    ``orphans`` those whose parent is not held (a hole in front), ``waiting`` those whose parent is unknown.
+    ``orphans`` those whose parent is not held (a hole in front), ``waiting`` those whose parent is unknown,
+    ``ages`` all that ever came.
     ``event_at`` is unix seconds.
     """
 
@@ -172,6 +182,7 @@ class StreamRecord(msgspec.Struct):
     orphans: int = 0
     waiting: int = 0
     lower_tiers: bool = False
+    ages: int = 0
     event_at: float | None = None
     counters: Counters = msgspec.field(default_factory=Counters)
 
@@ -205,6 +216,10 @@ def slot_key(slot: int) -> bytes:
     return slot.to_bytes(2, "big")
 
 
+def age_key(slot: int, age: int) -> bytes:
+    return slot.to_bytes(2, "big") + age.to_bytes(AGE_BYTES, "big")
+
+
 def name_prefix(slot: int, group: int) -> bytes:
     """What all names keys of a group start with; the engine hash follows."""
     return slot.to_bytes(2, "big") + bytes([group])
@@ -221,13 +236,19 @@ class Tables:
         self.names = table(b"names")
         self.waiting = table(b"waiting")
         self.children = table(b"children", dupsort=True)
+        self.ages = table(b"ages")
         self.streams = table(b"streams")
         self.meta = table(b"meta")
 
     @property
+    def every(self) -> tuple[lmdb._Database, ...]:
+        """All tables."""
+        return (*self.by_slot, self.blocks, self.streams, self.meta)
+
+    @property
     def by_slot(self) -> tuple[lmdb._Database, ...]:
         """The tables whose keys start with a slot."""
-        return (self.names, self.waiting, self.children)
+        return (self.names, self.waiting, self.children, self.ages)
 
 
 def boot_clock() -> float:
@@ -241,3 +262,12 @@ def boot_id() -> bytes:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
         return b"unknown"
+
+
+def used_bytes(txn: lmdb.Transaction, tables: Tables) -> int:
+    """Bytes of the pages that hold entries, free ones in the file not counted."""
+    pages = 0
+    for table in tables.every:
+        stat = txn.stat(table)
+        pages += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
+    return pages * PAGE_BYTES

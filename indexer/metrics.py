@@ -76,6 +76,7 @@ class _Streams(Collector):
         age = GaugeMetricFamily("warmroute_indexer_event_age_seconds", "Since the last batch.", labels=STREAM)
         queue = GaugeMetricFamily("warmroute_indexer_queued", "Batches not yet applied.", labels=STREAM)
         batches = CounterMetricFamily("warmroute_indexer_batches", "Applied batches.", labels=STREAM)
+        evicted = CounterMetricFamily("warmroute_indexer_evicted", "Blocks over a bound.", labels=STREAM)
         skipped = CounterMetricFamily(
             "warmroute_indexer_skipped", "What was left out of the map.", labels=[*STREAM, "reason"]
         )
@@ -90,10 +91,11 @@ class _Streams(Collector):
                 age.add_metric(label, max(0.0, time.time() - record.event_at))
             queue.add_metric(label, self._ingest.held(record.id))
             batches.add_metric(label, record.counters.batches)
+            evicted.add_metric(label, record.counters.evicted)
             faults = self._subscriber.faults.of(record.id)
             for reason, count in [*record.counters.skipped.items(), *faults.items()]:
                 skipped.add_metric([*label, reason], count)
-        yield from (blocks, holes, state, trust, age, queue, batches, skipped)
+        yield from (blocks, holes, state, trust, age, queue, batches, evicted, skipped)
         yield GaugeMetricFamily(
             "warmroute_indexer_map_used_bytes", "Pages that hold entries.", value=self._reader.used_bytes()
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 
 from events.schema import token_array
 from indexer.errors import MapError
-from indexer.folder import DATA_FILE, open_to_read
+from indexer.folder import DATA_FILE, PID_CLASH, open_to_read
 from indexer.keys import block_keys, prompt_keys, root_key
 from indexer.layout import (
     CPU,
@@ -30,6 +29,7 @@ from indexer.layout import (
     decode_holders,
     decode_record,
     name_prefix,
+    used_bytes,
 )
 from indexer.match import Lookup, match
 
@@ -135,10 +135,7 @@ class MapReader:
                 self._env.set_mapsize(0)
                 txn = self._env.begin()
         except lmdb.LockError as error:
-            raise MapError(
-                f"cannot read the map: {error}; another container with the same process id uses it: "
-                "share one pid namespace, as compose.yaml does"
-            ) from error
+            raise MapError(f"cannot read the map: {error}; {PID_CLASH}") from error
         except lmdb.Error as error:
             raise MapError(f"cannot read the map: {error}") from error
         try:
@@ -325,13 +322,7 @@ class MapReader:
     def used_bytes(self) -> int:
         """Bytes of the pages that hold entries."""
         with self._begin() as txn:
-            tables = self._tables
-            pages = sum(
-                stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
-                for table in (*tables.by_slot, tables.blocks, tables.streams, tables.meta)
-                for stat in [txn.stat(table)]
-            )
-        return pages * os.sysconf("SC_PAGE_SIZE")
+            return used_bytes(txn, self._tables)
 
 
 def serves(record: StreamRecord, model: str) -> bool:

@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from events.address import AddressError, cannot_listen, host_and_port, http_url
 from events.subscriber import Subscriber
 from indexer.api import QueryApi, answer, errors_as_json
+from indexer.bounds import Bounds
 from indexer.debug import DebugApi
 from indexer.errors import ListenError, SettingsError
 from indexer.ingest import HEARTBEAT_S, Ingest
@@ -62,7 +63,8 @@ class Indexer:
         self.writer = MapWriter(Path(settings.map), map_size=settings.map_size)
         self.reader = MapReader(self.writer.env, self.writer.tables)
         self.subscriber = Subscriber()
-        self.ingest = Ingest(self.writer, self.subscriber)
+        bounds = Bounds(settings.budget_bytes, settings.max_blocks)
+        self.ingest = Ingest(self.writer, self.subscriber, bounds=bounds)
         self.metrics = IndexerMetrics()
         self.readiness = Readiness(self.reader, settings.ready_deadline_s)
 

@@ -31,15 +31,33 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             description="Room reserved for the map, bytes; the file grows as it fills.",
         ),
     ] = DEFAULT_MAP_SIZE
+    map_budget: Annotated[
+        Annotated[int, Meta(ge=1 << 18)] | None,
+        Meta(description="Bytes of entries above which the oldest go; half of --map-size unless set."),
+    ] = None
+    max_blocks: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Blocks of one rank of a replica above which its oldest go."),
+    ] = 4_000_000
     ready_deadline_s: Annotated[
         float,
         Meta(ge=0, description="Longest time that /ready waits for streams to prove themselves, seconds."),
     ] = 30.0
 
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of entries that the map may hold."""
+        return self.map_size // 2 if self.map_budget is None else self.map_budget
+
     def check(self) -> None:
         """Raises SettingsError for values that no indexer could run with."""
         if not self.map:
             raise SettingsError("map '' names no folder; give one")
+        if self.budget_bytes > self.map_size * 0.75:
+            raise SettingsError(
+                f"map_budget {self.budget_bytes} leaves no room to work in map_size {self.map_size}; "
+                "give at most three quarters of it"
+            )
         try:
             host_and_port(self.listen)
         except AddressError as error:

@@ -36,6 +36,7 @@ from indexer.layout import (
     decode_record,
     encode_record,
     slot_key,
+    used_bytes,
 )
 from indexer.registration import Registration
 
@@ -245,6 +246,18 @@ class MapWriter:
                 found = cursor.delete()
                 swept += 1
         return swept
+
+    # bounds
+
+    def used_bytes(self) -> int:
+        """Bytes of the pages that hold entries."""
+        with self.env.begin() as txn:
+            return used_bytes(txn, self.tables)
+
+    def evict(self, record: StreamRecord, count: int) -> None:
+        """Forgets the oldest ``count`` blocks of a stream. Raises MapError."""
+        with self.group() as group:
+            group.blocks(record).evict(count)
 
     # the end
 

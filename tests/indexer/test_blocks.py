@@ -222,7 +222,7 @@ def test_nothing_is_left_when_all_was_removed_in_any_order(rig: Any, engine: Any
         entries = [
             txn.stat(table)["entries"] for table in (*rig.writer.tables.by_slot, rig.writer.tables.blocks)
         ]
-    assert entries == [0, 0, 0, 0]
+    assert not any(entries)
 
 
 # tiers

@@ -239,7 +239,7 @@ def test_another_endpoint_replaces_the_stream(
     new.publish([engine(2).stored(PROMPT, 2, 3)], 1.0)
     caught_up(indexer, "A", 1)
     assert held(indexer) == {"A": 12}
-    until(lambda: entries(indexer) == [3, 0, 0, 3])
+    until(lambda: entries(indexer) == [3, 0, 0, 3, 3])
 
 
 def test_ix03_a_stream_removed_with_10_000_batches_queued_leaves_nothing(
@@ -265,11 +265,11 @@ def test_ix03_a_stream_removed_with_10_000_batches_queued_leaves_nothing(
     busy.result(10)
     removed.result(10)
     assert indexer.reader.query("m", PROMPT) == []
-    until(lambda: entries(indexer) == [0, 0, 0, 0])
+    until(lambda: entries(indexer) == [0, 0, 0, 0, 0])
     publisher.publish([engine().stored(PROMPT)], 1.0)
     register(indexer, "B", publishers())
     caught_up(indexer, "B", None)
-    assert entries(indexer) == [0, 0, 0, 0]
+    assert entries(indexer) == [0, 0, 0, 0, 0]
     assert held(indexer) == {"B": 0}
 
 
@@ -352,6 +352,26 @@ def test_pe02_a_full_map_stops_nothing_but_what_has_no_room(
     for number in range(last):
         assert held(indexer, range(number * 10_000, number * 10_000 + 4_000))["A"] == 4_000
     tables_agree(indexer.writer.env, indexer.writer.tables)
+
+
+@pytest.mark.usefixtures("quick_recovery")
+def test_pe02_a_reader_that_pins_old_pages_stops_nothing_for_good(
+    indexers: Any, publishers: Any, engine: Any, caught_up: Any, until: Any
+) -> None:
+    indexer, publisher, hasher = indexers(map_size=2 << 20), publishers(), engine()
+    register(indexer, "A", publisher)
+    publisher.publish([hasher.stored(PROMPT)], 1.0)
+    caught_up(indexer, "A", 0)
+    with indexer.writer.env.begin():
+        number = 0
+        while not indexer.ingest.failures:
+            number += 1
+            assert number < 400, "the map never filled"
+            publisher.publish([hasher.stored(range(number * 10_000, number * 10_000 + 800))], 1.0)
+            until(lambda n=number: indexer.ingest.failures or record(indexer, "A").sequence == n)
+    caught_up(indexer, "A", number)
+    assert held(indexer, range(number * 10_000, number * 10_000 + 800)) == {"A": 800}
+    assert record(indexer, "A").state == "live"
 
 
 # the death of the indexer

@@ -1,0 +1,45 @@
+"""How much the map may hold: what is over a bound goes, oldest first, in small steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from indexer.layout import StreamRecord
+
+EVICT_BELOW = 0.85
+EVICT_ABOVE = 0.9
+EVICT_STEP = 2_000
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """``budget_bytes`` of pages that hold entries, ``stream_blocks`` of any one stream; None is no bound."""
+
+    budget_bytes: int | None = None
+    stream_blocks: int | None = None
+
+
+class Eviction:
+    """Decides whose oldest blocks go. Over the budget it goes on until well below it."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._over = False
+
+    def next(self, used_bytes: int, records: Iterable[StreamRecord]) -> tuple[StreamRecord, int] | None:
+        """The stream to evict from, and how many blocks; None when every bound holds."""
+        held = [record for record in records if record.blocks]
+        most = self._bounds.stream_blocks
+        if most is not None:
+            for record in held:
+                if record.blocks > most:
+                    return record, min(EVICT_STEP, record.blocks - most)
+        budget = self._bounds.budget_bytes
+        if budget is None or not held:
+            return None
+        self._over = used_bytes > budget * (EVICT_BELOW if self._over else EVICT_ABOVE)
+        if not self._over:
+            return None
+        largest = max(held, key=lambda record: record.blocks)
+        return largest, min(EVICT_STEP, largest.blocks)

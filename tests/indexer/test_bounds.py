@@ -1,0 +1,139 @@
+"""What the map may hold: budgets, caps, and what happens when there is no room all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from indexer.bounds import EVICT_ABOVE, EVICT_BELOW, EVICT_STEP, Bounds, Eviction
+from indexer.errors import SettingsError
+from indexer.layout import StreamRecord, age_key
+from indexer.registration import Registration
+from indexer.settings import IndexerSettings
+
+PROMPT = list(range(28))
+
+
+def record(instance: str, blocks: int) -> StreamRecord:
+    registration = Registration(instance_id=instance, endpoint="tcp://127.0.0.1:1", model_name="m")
+    return StreamRecord(slot=0, generation=1, registration=registration, blocks=blocks)
+
+
+def prompt(number: int, blocks: int = 10) -> list[int]:
+    """Tokens of a prompt that shares nothing with others; blocks of 4 tokens."""
+    return list(range(number * 1_000_000, number * 1_000_000 + 4 * blocks))
+
+
+def bound(rig: Any, **bounds: int) -> None:
+    rig.ingest._eviction = Eviction(Bounds(**bounds))
+
+
+# deciding
+
+
+def test_nothing_goes_while_every_bound_holds() -> None:
+    eviction = Eviction(Bounds(budget_bytes=1_000, stream_blocks=10))
+    assert eviction.next(int(1_000 * EVICT_ABOVE), [record("a", 10), record("b", 0)]) is None
+
+
+def test_a_stream_over_its_cap_loses_what_is_over_in_steps() -> None:
+    over, far_over = record("a", 12), record("b", 10 + 2 * EVICT_STEP)
+    eviction = Eviction(Bounds(stream_blocks=10))
+    assert eviction.next(0, [over]) == (over, 2)
+    assert eviction.next(0, [far_over]) == (far_over, EVICT_STEP)
+
+
+def test_over_the_budget_the_largest_stream_loses_until_well_below() -> None:
+    small, large = record("a", 10), record("b", 20)
+    eviction = Eviction(Bounds(budget_bytes=1_000))
+    between = int(1_000 * (EVICT_ABOVE + EVICT_BELOW) / 2)
+    assert eviction.next(between, [small, large]) is None
+    assert eviction.next(950, [small, large]) == (large, 20)
+    assert eviction.next(between, [small, large]) == (large, 20)
+    assert eviction.next(int(1_000 * EVICT_BELOW), [small, large]) is None
+    assert eviction.next(between, [small, large]) is None
+
+
+def test_a_budget_that_leaves_no_room_to_work_is_refused() -> None:
+    with pytest.raises(SettingsError, match="three quarters"):
+        IndexerSettings(map_size=1 << 22, map_budget=1 << 22).check()
+    IndexerSettings(map_size=1 << 22).check()
+
+
+# forgetting
+
+
+def test_ev26_a_producer_that_never_removes_is_bounded_oldest_first(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    bound(rig, stream_blocks=100)
+    for number in range(50):
+        rig.say(a, hasher.stored(prompt(number), medium="CPU"))
+        assert rig.record(a).blocks <= 100
+    rig.check()
+    assert rig.record(a).counters.evicted == 400
+    held = [number for number in range(50) if rig.held(prompt(number))["A"][1] == 40]
+    assert held == list(range(40, 50))
+
+
+def test_eviction_takes_every_copy_and_keeps_the_chain_right(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, hasher.stored(PROMPT), hasher.stored(PROMPT), hasher.stored(PROMPT, medium="CPU"))
+    rig.writer.evict(rig.writer.streams[a], 3)
+    rig.check()
+    assert rig.record(a).orphans == 1  # The first block that is left has a hole in front.
+    assert rig.held(PROMPT) == {"A": (0, 0, 0)}
+    rig.say(a, hasher.stored(PROMPT, 0, 3))
+    rig.check()
+    assert rig.held(PROMPT) == {"A": (28, 28, 28)}
+
+
+def test_a_removal_of_what_was_evicted_is_nothing(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, hasher.stored(PROMPT))
+    rig.writer.evict(rig.writer.streams[a], 7)
+    rig.say(a, *hasher.removed(PROMPT))
+    rig.check()
+    assert rig.record(a).counters.unknown_removed == 7
+    with rig.writer.env.begin() as txn:
+        assert txn.stat(rig.writer.tables.ages)["entries"] == 0
+
+
+def test_every_held_block_has_its_place_in_the_order(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, hasher.stored(PROMPT, 3), hasher.stored(PROMPT, 0, 3), *hasher.removed(PROMPT, 4, 6))
+    slot = rig.record(a).slot
+    with rig.writer.env.begin() as txn:
+        ages = {bytes(key) for key, _ in txn.cursor(rig.writer.tables.ages)}
+        names = [rig.reader.name("A", 0, 0, engine_hash) for engine_hash in hasher.hashes(PROMPT)]
+    assert ages == {age_key(slot, name.age) for name in names if name is not None and name.held}
+    assert len(ages) == 5
+
+
+def test_pe02_a_budget_is_kept_under_any_number_of_blocks(make_rig: Any, engine: Any, tmp_path: Path) -> None:
+    rig = make_rig(tmp_path, map_size=4 << 20)
+    bound(rig, budget_bytes=1 << 20)
+    a, hasher = rig.follow("A"), engine()
+    for number in range(500):
+        rig.say(a, hasher.stored(prompt(number, 100)))
+        assert rig.writer.used_bytes() < 1 << 20
+    assert rig.held(prompt(499, 100)) == {"A": (400, 400, 400)}
+    assert rig.ingest.failures == 0
+    rig.check()
+
+
+def test_ix13_the_file_stops_growing_under_churn(make_rig: Any, engine: Any, tmp_path: Path) -> None:
+    rig = make_rig(tmp_path)
+    streams = [(rig.follow(f"A{number}"), engine(number)) for number in range(8)]
+
+    def churn(first: int, rounds: int) -> int:
+        for number in range(first, first + rounds):
+            for stream, hasher in streams:
+                old = [] if number < 10 else hasher.removed(prompt(number - 10, 50))
+                rig.say(stream, *old, hasher.stored(prompt(number, 50)))
+        return (tmp_path / "data.mdb").stat().st_size
+
+    after_20 = churn(0, 20)
+    assert churn(20, 60) <= after_20 * 1.1
+    rig.check()
