@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import importlib
 import json
@@ -20,6 +21,7 @@ import msgspec
 from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from events.schema import EventError
 from indexer.errors import IndexerError
@@ -210,11 +212,89 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
         context.default_map = {**tables, "record": tables.get("router", {})}
 
 
-@main.command()
+@main.group(invoke_without_command=True, subcommand_metavar="[COMMAND DIR]")
 @settings_options(IndexerSettings)
-def indexer(**values: Any) -> None:
-    """Keeps the map of which replica holds which KV block."""
-    _run("indexer.service", "indexer", values)
+@click.pass_context
+def indexer(context: click.Context, /, **values: Any) -> None:
+    """Keeps the map of which replica holds which KV block.
+
+    Without a command, runs the indexer. The commands look after the map in a folder; the settings are not
+    for them.
+    """
+    if context.invoked_subcommand is None:
+        _run("indexer.service", "indexer", values)
+
+
+map_folder = click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+
+
+@indexer.command()
+@map_folder
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(folder: Path, as_json: bool) -> None:
+    """Verifies every invariant between the tables of the map in DIR.
+
+    Also beside a running indexer. Exits with 1 if there are violations, with 2 if the map cannot be read.
+    """
+    from indexer.check import check_folder  # noqa: PLC0415
+
+    try:
+        with Console(stderr=True).status(Text(f"checking {folder}")):
+            report = check_folder(folder)
+    except IndexerError as error:
+        raise StartError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps({"clean": report.clean, **msgspec.to_builtins(report)}))
+    else:
+        _print_report(report)
+    if not report.clean:
+        raise SystemExit(1)
+
+
+def _print_report(report: Any) -> None:
+    for violation in report.violations:
+        click.echo(f"{violation.table}: {violation.key}: {violation.problem}")
+    if report.found > len(report.violations):
+        click.echo(f"... and {report.found - len(report.violations):,} more")
+    entries = ", ".join(f"{count:,} {table}" for table, count in report.entries.items())
+    click.echo(f"{report.found or 'no'} violations; {report.streams} current streams; rows: {entries}")
+    if report.commits_behind:
+        click.echo(f"the indexer is running: it made {report.commits_behind} commits meanwhile")
+
+
+@indexer.command()
+@map_folder
+def compact(folder: Path) -> None:
+    """Makes the file of the map in DIR as small as what it holds.
+
+    Stop its indexer first, and the routers that read it.
+    """
+    from indexer.compact import compact as compact_map  # noqa: PLC0415
+
+    try:
+        with Console(stderr=True).status(Text(f"compacting {folder}")):
+            done = compact_map(folder)
+    except IndexerError as error:
+        raise StartError(str(error)) from error
+    click.echo(f"{folder}: {done.before:,} bytes before, {done.after:,} after")
+
+
+@indexer.command()
+@map_folder
+def dump(folder: Path) -> None:
+    """Prints what the map in DIR holds: streams, then blocks with their holders, a line of JSON each.
+
+    Hashes only, never tokens or salts. The last line counts them.
+    """
+    from indexer.dump import dump_lines  # noqa: PLC0415
+    from indexer.reader import MapReader  # noqa: PLC0415
+
+    try:
+        with contextlib.closing(MapReader.open(folder)) as reader:
+            for page in dump_lines(reader):
+                click.echo(page, nl=False)
+    except IndexerError as error:
+        raise StartError(str(error)) from error
 
 
 @main.command()

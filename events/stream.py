@@ -7,7 +7,8 @@ late, truncated or silent are handled here and nowhere else.
 **Restart.** A replay asked from ``last + 1`` is answered by the end marker alone both by an idle engine and
 by one that restarted and is silent. So after every connect the replay is asked from ``last`` *inclusive*: the
 same payload proves that the engine went on; another payload, or none, that it restarted. On the live socket
-a sequence that steps back is the other witness.
+a sequence that steps back is the other witness. Where the start time of the engine's process is known, it is
+a third one: another start time is a restart, the same one means that at worst some batches were missed.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 DEFAULT_LIMITS = Limits()
+SAME_START_S = 1.0
 
 
 class _Ask(msgspec.Struct):
@@ -120,7 +122,9 @@ class Stream:
     """The state of one stream.
 
     ``last`` and ``digest`` are the sequence and :func:`digest_of` the batch applied last, None before any.
-    ``lost`` says that history is missing for good; ``reason`` explains the state in words.
+    ``lost`` says that history is missing for good, ``losses`` how often that happened; ``reason`` explains
+    the state in words. ``started_at`` is when the process started that said what was applied (unix seconds,
+    by its own word), None where that is not known. ``connected_at`` is None without a connection.
     """
 
     def __init__(
@@ -130,12 +134,16 @@ class Stream:
         last: int | None = None,
         digest: bytes | None = None,
         lost: bool = False,
+        started_at: float | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
         self.has_replay = has_replay
         self.last = last
         self.digest = digest
         self.lost = lost
+        self.started_at = started_at
+        self.connected_at: float | None = None
+        self.losses = 0
         self.state: State = "connecting" if last is None else "unverified"
         self.reason = "not connected yet"
         self.duplicates = 0
@@ -155,6 +163,11 @@ class Stream:
         self._held_bytes = 0
         self._missed = False
         self._hole: int | None = None
+        self._same_process = False  # since the last connect, by its start time
+        self._awaits_start = False  # a restart unless the start time says otherwise
+        self._maybe_whole = False  # partial only because nobody knows whether a batch was missed
+        self._start_counts_from = 0.0
+        self._starts_contradict = False
 
     @property
     def held(self) -> int:
@@ -186,8 +199,57 @@ class Stream:
             return self._retry(now)
         if self.state == "unverified" and self._verify_by is not None and now >= self._verify_by:
             self._ask = None
+            if self._same_process:
+                return self._go_on_partial("the replay endpoint never answered", now)
             return self._restart("it could not be proven that the engine went on", now)
         return []
+
+    def process_started(self, at: float, now: float, asked: float | None = None) -> list[Action]:
+        """What follows from the engine's word that its process started ``at`` (unix seconds).
+
+        ``asked`` is when it was asked, on the clock of ``now``: an answer to a question from before the last
+        connect or restart may be of another process, and says nothing.
+        """
+        asked = now if asked is None else asked
+        if self.connected_at is None or asked < self._start_counts_from or self._starts_contradict:
+            return []
+        if self.started_at is None:
+            if self.state != "unverified":
+                self.started_at = at
+        elif at < self.started_at - SAME_START_S:  # several processes answer at one address
+            self.started_at, self._starts_contradict = None, True
+        elif at > self.started_at + SAME_START_S:
+            actions = self._restart("another process answers: its start time changed", now)
+            self.started_at = at
+            return actions
+        else:
+            return self._on_same_process(now)
+        return []
+
+    def _on_same_process(self, now: float) -> list[Action]:
+        self._same_process = True
+        if self.state != "unverified" or self.last is None:
+            return []
+        if not self.has_replay:
+            return self._go_on_partial("what the same process said meanwhile is not known", now)
+        if not self._awaits_start:
+            return []
+        self._awaits_start = False
+        self._verify_by = None
+        return [self._request(self.last + 1, now)]
+
+    def _go_on_partial(self, reason: str, now: float) -> list[Action]:
+        """The engine is the same, and what it said since ``last`` may be lost."""
+        assert self.last is not None
+        assert self.digest is not None
+        was_whole = (not self.lost or self._maybe_whole) and not self._missed
+        self._verify_by = None
+        self._live = self._live or (self.last, self.digest)
+        if self.has_replay and self._retry_at is None:
+            self._retry_at = now + self._limits.cool_down
+        self._forfeit(reason)
+        self._maybe_whole = was_whole
+        return self._drain(now)
 
     def cleared(self, sequence: int | None = None) -> None:
         """The engine dropped its whole cache in batch ``sequence`` (None: the one applied last).
@@ -203,6 +265,8 @@ class Stream:
     def damaged(self, reason: str) -> None:
         """A batch was applied in order, but what it said is not known."""
         self.lost = True
+        self.losses += 1
+        self._maybe_whole = False
         self.reason = reason
         if self.state == "live":
             self.state = "partial"
@@ -210,6 +274,8 @@ class Stream:
     # connection
 
     def _on_connected(self, now: float) -> list[Action]:
+        self.connected_at = self._start_counts_from = now
+        self._same_process = self._awaits_start = self._starts_contradict = False
         self._live = None
         self._drop_held()
         self._retry_at = None
@@ -219,6 +285,7 @@ class Stream:
         self._verify_by = None
         if self.last is None:
             self.lost = False
+            self.started_at = None
             if self.has_replay:
                 return [self._request(0, now)]
             self._forfeit("no replay endpoint: what was stored before is not known")
@@ -235,6 +302,7 @@ class Stream:
         self._ask = None
         self._retry_at = None
         self._verify_by = None
+        self.connected_at = None
         self._drop_held()
         self.state = "offline"
         self.reason = "the connection was lost"
@@ -267,6 +335,9 @@ class Stream:
             self._verify_by = None
             self._settle()
             return self._advance(frame, now)
+        if frame.sequence > self.last and self.started_at is not None:
+            self._hold(frame)  # its start time tells whether a gap or a restart
+            return []
         reason = f"sequence {frame.sequence} follows {self.last} after a reconnect, without a replay endpoint"
         return self._restart(reason, now, frame)
 
@@ -278,6 +349,9 @@ class Stream:
         if frame.sequence > expected:
             return self._on_gap(frame, expected, now)
         taken = self._take(frame)
+        if self._maybe_whole:
+            self._maybe_whole = self.lost = False
+            self._settle()
         if frame.sequence == 0:
             self._settle()
         return [taken]
@@ -355,6 +429,13 @@ class Stream:
         assert self.last is not None
         if frame.sequence < self.last:
             return []
+        if frame.sequence > self.last and self._same_process:
+            return self._go_on_truncated(ask, frame)
+        if frame.sequence > self.last and self.started_at is not None:
+            self._ask = None
+            self._awaits_start = True
+            self.reason = f"the replay begins after {self.last}: asking when the process started"
+            return []
         if frame.sequence > self.last:
             return self._restart(f"the replay begins at sequence {frame.sequence}, after {self.last}", now)
         if digest_of(frame.payload) != self.digest:
@@ -365,6 +446,15 @@ class Stream:
         self.state = "replaying"
         self.reason = f"the engine went on from sequence {self.last}"
         return []
+
+    def _go_on_truncated(self, ask: _Ask, frame: Replayed) -> list[Action]:
+        """The same process, but its buffer does not reach back to ``last``."""
+        self._lose()
+        ask.verifies, ask.answered = False, True
+        self._verify_by = None
+        self.state = "replaying"
+        self.reason = f"the replay begins at sequence {frame.sequence}, after {self.last}"
+        return [self._take(frame)]
 
     def _rebuild(self, ask: _Ask, frame: Replayed, now: float) -> list[Action]:
         """A replay of everything: kept until it is whole, and worth it only if it reaches back to 0."""
@@ -487,6 +577,9 @@ class Stream:
         self.last = None
         self.digest = None
         self.lost = False
+        self.started_at = None
+        self._start_counts_from = now
+        self._same_process = self._awaits_start = self._maybe_whole = False
         self.reason = reason
         actions: list[Action] = [Reset(reason)]
         first = self._held[0].sequence if self._held else None
@@ -500,6 +593,8 @@ class Stream:
     def _lose(self) -> None:
         """Batches after ``last`` are gone for good."""
         self.lost = True
+        self.losses += 1
+        self._maybe_whole = False
         self._hole = self.last
 
     def _forfeit(self, reason: str) -> None:

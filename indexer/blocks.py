@@ -11,9 +11,7 @@ from indexer.layout import (
     Name,
     StreamRecord,
     Waiting,
-    age_key,
     name_prefix,
-    slot_key,
     tier_of,
 )
 
@@ -29,6 +27,8 @@ class StreamBlocks:
         self._record = record
         self._bit = 1 << record.slot
         self._roots: dict[str | None, bytes] = {}
+        self._stored: list[bytes] = []
+        self._removed: list[bytes] = []
 
     # events
 
@@ -59,14 +59,19 @@ class StreamBlocks:
             elif not self._release_waiting(key, tier):
                 self._record.counters.unknown_removed += 1
 
-    def evict(self, count: int) -> None:
-        """Forgets the ``count`` blocks that came first."""
-        for key in self._changes.oldest(slot_key(self._record.slot), count):
-            name = self._changes.name(key)
-            assert name is not None, "an age outlived its name"
-            while name.held:
-                self._release(key, name, next(tier for tier, copies in enumerate(name.copies) if copies))
-            self._record.counters.evicted += 1
+    def take_touched(self) -> tuple[list[bytes], list[bytes]]:
+        """Block keys that were stored, and that were removed, since this was asked last."""
+        stored, removed = self._stored, self._removed
+        self._stored, self._removed = [], []
+        return stored, removed
+
+    def evict(self, key: bytes) -> None:
+        """Forgets the block with this names key, with all its copies."""
+        name = self._changes.name(key)
+        assert name is not None, "an age outlived its name"
+        while name.held:
+            self._release(key, name, next(tier for tier, copies in enumerate(name.copies) if copies))
+        self._record.counters.evicted += 1
 
     def _unusable(self, event: BlockStored) -> str | None:
         """Why no keys can be made of a stored event; learns the block size from the first good one."""
@@ -159,9 +164,10 @@ class StreamBlocks:
         name.copies[tier] = 1
         changes.hold(block, tier, self._bit)
         changes.save(key, name)
+        self._stored.append(block)
         record.blocks += 1
         record.lower_tiers = record.lower_tiers or tier != GPU
-        self._came(key, name)
+        name.age = changes.came(key)
         if behind is not None:
             behind.children += 1
             record.orphans += not behind.held
@@ -177,11 +183,12 @@ class StreamBlocks:
             record.lower_tiers = record.lower_tiers or tier != GPU
         name.copies[tier] = min(MAX_COPIES, name.copies[tier] + copies)
         changes.save(key, name)
+        self._stored.append(name.key)
         if was_held:
             return
         record.blocks += 1
         record.orphans -= name.children
-        self._came(key, name)
+        name.age = changes.came(key)
         if name.parent:
             parent_key, parent = self._parent(key, name)
             parent.children += 1
@@ -193,21 +200,16 @@ class StreamBlocks:
         """Takes a copy away; a block with none left leaves the chain."""
         name.copies[tier] -= 1
         self._changes.save(key, name)
+        self._removed.append(name.key)
         if name.copies[tier]:
             return
         self._changes.unhold(name.key, tier, self._bit)
         if not name.held:
             self._unhold(key, name)
 
-    def _came(self, key: bytes, name: Name) -> None:
-        record = self._record
-        record.ages += 1
-        name.age = record.ages
-        self._changes.came(age_key(record.slot, name.age), key[2:])
-
     def _unhold(self, key: bytes, name: Name) -> None:
         changes, record = self._changes, self._record
-        changes.went(age_key(record.slot, name.age))
+        changes.went(name.age)
         name.age = 0
         record.blocks -= 1
         record.orphans += name.children

@@ -13,6 +13,9 @@ EVICT_ABOVE = 0.9
 EVICT_STEP = 2_000
 
 
+Victims = tuple[int, StreamRecord | None]
+
+
 class Bounds(msgspec.Struct, frozen=True):
     """``budget_bytes`` of pages that hold entries, ``stream_blocks`` of any one stream; None is no bound."""
 
@@ -21,25 +24,24 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Eviction:
-    """Decides whose oldest blocks go. Over the budget it goes on until well below it."""
+    """Decides what goes. Over the budget it goes on until well below it."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._over = False
 
-    def next(self, used_bytes: int, records: Iterable[StreamRecord]) -> tuple[StreamRecord, int] | None:
-        """The stream to evict from, and how many blocks; None when every bound holds."""
+    def next(
+        self, used_bytes: int, records: Iterable[StreamRecord]
+    ) -> tuple[int, StreamRecord | None] | None:
+        """How many blocks go next, and of which stream (None: of all); None when every bound holds."""
         held = [record for record in records if record.blocks]
         most = self._bounds.stream_blocks
         if most is not None:
             for record in held:
                 if record.blocks > most:
-                    return record, min(EVICT_STEP, record.blocks - most)
+                    return min(EVICT_STEP, record.blocks - most), record
         budget = self._bounds.budget_bytes
         if budget is None or not held:
             return None
         self._over = used_bytes > budget * (EVICT_BELOW if self._over else EVICT_ABOVE)
-        if not self._over:
-            return None
-        largest = max(held, key=lambda record: record.blocks)
-        return largest, min(EVICT_STEP, largest.blocks)
+        return (EVICT_STEP, None) if self._over else None

@@ -6,6 +6,7 @@ once, and sorted writes go through the tree from left to right.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from operator import itemgetter
 from typing import TypeVar, cast
@@ -15,19 +16,24 @@ import lmdb
 from indexer.layout import (
     CPU,
     GPU,
+    META_AGE,
     NOBODY,
     Holders,
     Name,
     Tables,
     Waiting,
+    age_key,
     decode_holders,
     decode_waiting,
     encode_holders,
+    encode_until,
     encode_waiting,
+    read_untils,
 )
 
 Value = TypeVar("Value")
 Pairs = list[tuple[bytes, bytes]]
+MAX_AGES_READ = 200_000
 
 
 class Changes:
@@ -43,7 +49,9 @@ class Changes:
         self._changed_holders: set[bytes] = set()
         self._waiting: dict[bytes, Waiting | None] = {}
         self._changed_waiting: set[bytes] = set()
-        self._ages: dict[bytes, bytes | None] = {}
+        self._came: dict[int, bytes] = {}
+        self._went: list[int] = []
+        self._age = int(self.meta(META_AGE) or 0)
 
     def fetch(self, names: list[bytes], blocks: list[bytes]) -> None:
         """Reads names and holders that are about to be asked for, all at once."""
@@ -111,23 +119,51 @@ class Changes:
         self._waiting[key] = waiting
         self._changed_waiting.add(key)
 
-    def came(self, age: bytes, name: bytes) -> None:
-        """Stages a row of ``ages``: a block came, with this names key less its slot."""
-        self._ages[age] = name
+    def came(self, name: bytes) -> int:
+        """Stages that the block with this names key came just now; gives its age."""
+        self._age += 1
+        self._came[self._age] = name
+        return self._age
 
-    def went(self, age: bytes) -> None:
-        """Stages the end of a row of ``ages``."""
-        self._ages[age] = None
+    def went(self, age: int) -> None:
+        """Stages that the block of this age is gone."""
+        if self._came.pop(age, None) is None:
+            self._went.append(age)
 
-    def oldest(self, slot: bytes, limit: int) -> list[bytes]:
-        """The names keys of the blocks of a slot that came first, of what is committed."""
+    def oldest(self, limit: int, slot: bytes = b"") -> list[bytes]:
+        """The names keys of the blocks that came first, of all slots or of one; of what is committed.
+
+        For one slot a bounded number of rows is looked at, so there may be fewer than there are.
+        """
         found: list[bytes] = []
         with self._txn.cursor(self._tables.ages) as cursor:
-            more = cursor.set_range(slot)
-            while more and len(found) < limit and bytes(cursor.key()).startswith(slot):
-                found.append(slot + bytes(cursor.value()))
-                more = cursor.next()
+            for _, value in itertools.islice(cursor, limit if not slot else MAX_AGES_READ):
+                if len(found) == limit:
+                    break
+                name = bytes(value)
+                if name.startswith(slot):
+                    found.append(name)
         return found
+
+    def corrections(self, slot: bytes) -> tuple[dict[bytes, float], dict[bytes, float]]:
+        """What is denied and what is believed of a slot: block key -> until when."""
+        return read_untils(self._txn, self._tables.denied, slot), read_untils(
+            self._txn, self._tables.believed, slot
+        )
+
+    def deny(self, key: bytes, until: float | None) -> None:
+        """Writes until when a block of a slot (both in the key) is denied; None ends it."""
+        self._correct(self._tables.denied, key, until)
+
+    def believe(self, key: bytes, until: float | None) -> None:
+        """Writes until when a block of a slot (both in the key) is believed; None ends it."""
+        self._correct(self._tables.believed, key, until)
+
+    def _correct(self, table: lmdb._Database, key: bytes, until: float | None) -> None:
+        if until is None:
+            self._txn.delete(key, db=table)
+        else:
+            self._txn.put(key, encode_until(until), db=table)
 
     def link(self, parent: bytes, child: bytes) -> None:
         """Notes that ``child`` waits for ``parent`` (names keys both)."""
@@ -161,7 +197,16 @@ class Changes:
         self._write(self._tables.blocks, holders, encode_holders)
         waiting = [(key, self._waiting[key]) for key in self._changed_waiting]
         self._write(self._tables.waiting, waiting, encode_waiting)
-        self._write(self._tables.ages, list(self._ages.items()), bytes)
+        self._write_ages()
+
+    def _write_ages(self) -> None:
+        """New rows go to the end of the table, in order: its pages are full."""
+        for age in self._went:
+            self._txn.delete(age_key(age), db=self._tables.ages)
+        if self._came:
+            with self._txn.cursor(self._tables.ages) as cursor:
+                cursor.putmulti([(age_key(age), name) for age, name in self._came.items()], append=True)
+            self.put_meta(META_AGE, str(self._age).encode())
 
     def _write(
         self,

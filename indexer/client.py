@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from indexer.errors import IndexerAnswerError, IndexerUnreachableError
+from indexer.outcome import Outcome
 from indexer.reader import Matched
 from indexer.registration import Registration
 
@@ -62,6 +63,39 @@ class IndexerClient:
             raise
         answer: _Answer = self._decode(body, _Answer)
         return answer.streams
+
+    async def feedback(
+        self,
+        instance_id: str,
+        model: str,
+        tokens: Sequence[int],
+        *,
+        generation: int,
+        sequence: int | None,
+        cached_tokens: int,
+        predicted_tokens: int | None = None,
+        rank: int = 0,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Outcome:
+        """Tells what an engine had cached of a prompt; ``generation`` and ``sequence`` are as it was chosen.
+
+        Not for answers that say nothing about the cache: ``prompt_logprobs``, ``n`` above 1, cut off.
+        """
+        told = {
+            "instance_id": instance_id,
+            "dp_rank": rank,
+            "model_name": model,
+            "generation": generation,
+            "sequence": sequence,
+            "token_ids": list(tokens),
+            "lora_name": lora_name,
+            "cache_salt": cache_salt,
+            "cached_tokens": cached_tokens,
+            "predicted_tokens": predicted_tokens,
+        }
+        outcome: Outcome = self._decode(await self._call("POST", "/feedback", told), Outcome)
+        return outcome
 
     def _decode(self, body: bytes, shape: Any) -> Any:
         try:

@@ -18,7 +18,8 @@ from indexer.errors import RegistrationError, UnknownInstanceError
 from indexer.explain import explain
 from indexer.ingest import Ingest
 from indexer.keys import KEY_BYTES
-from indexer.reader import MapReader, StreamStatus
+from indexer.layout import StreamRecord
+from indexer.reader import MapReader, StreamStatus, credit
 
 
 class DebugApi:
@@ -65,7 +66,8 @@ class DebugApi:
             "replay_endpoint": registered.replay_endpoint,
             "state": status.state,
             "weight": status.weight,
-            "reason": self._subscriber.faults.broken.get(record.id, record.reason),
+            "reason": self._subscriber.faults.broken.get(record.id, _reason(record)),
+            "accuracy": 1.0 - record.wrong,
             "sequence": record.sequence,
             "generation": record.generation,
             "lag_batches": self._ingest.held(record.id),
@@ -76,6 +78,10 @@ class DebugApi:
             "blocks": record.blocks,
             "orphans": record.orphans,
             "waiting": record.waiting,
+            "denied": record.denied,
+            "believed": record.believed,
+            "started_at": record.started_at,
+            "lost_at": record.lost_at,
             "counters": {
                 "batches": record.counters.batches,
                 "stored": record.counters.stored,
@@ -149,6 +155,13 @@ class DebugApi:
             cache_salt=body.cache_salt,
         )
         return answer(told)
+
+
+def _reason(record: StreamRecord) -> str:
+    """Why the stream is in its state, and why it weighs less than the state says."""
+    if credit(record.wrong) == 1.0:
+        return record.reason
+    return f"{record.reason}; of late {record.wrong:.0%} of the tokens predicted for it were not cached"
 
 
 def _engine_hash(text: str) -> bytes:

@@ -125,6 +125,8 @@ class _Explanation:
         if end == len(keys):
             whole = "all whole blocks of the prompt are held"
             return whole if usable == one.disk else f"{whole}; the last token is always computed"
+        if end in held:
+            return f"block {end} was stored here, but an answer said that the engine does not have it"
         if any(number > end for number in held):
             return f"block {end} is not held: a hole, later blocks of the prompt are"
         others = [f"{r.id[0]} rank {r.id[1]}" for r, _ in self._reader.holders(keys[end])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,12 @@ LOCK_FILE = "writer.lock"
 DAMAGED_FILE = "data.mdb.damaged"
 DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 ANOTHER_FOLDER = "delete the folder, or give another --map"
+
+OPEN_ATTEMPTS = 5
+OPEN_PAUSE_S = 0.02
+PID_CLASH = (
+    "another container with the same process id uses it: share one pid namespace, as compose.yaml does"
+)
 
 FIXES = {
     "use": ANOTHER_FOLDER,
@@ -93,7 +100,7 @@ def _open_whole(path: Path, map_size: int) -> tuple[lmdb.Environment, Tables]:
         env = lmdb.open(
             str(path),
             map_size=map_size,
-            max_dbs=8,
+            max_dbs=16,
             max_readers=MAX_READERS,
             sync=False,
             metasync=False,
@@ -112,16 +119,11 @@ def open_to_read(path: Path) -> tuple[lmdb.Environment, Tables]:
     """The map for a reader in another process than the indexer's. Raises MapError."""
     if not (path / DATA_FILE).exists():
         raise MapMissingError(f"no map in {path} yet; start `warmroute indexer --map {path}`")
-    with as_map_error("read", path):
-        env = lmdb.open(
-            str(path),
-            map_size=0,  # the map's own: LMDB's default would have to be changed between queries
-            readonly=True,
-            create=False,
-            max_dbs=8,
-            max_readers=MAX_READERS,
-            lock=True,
-        )
+    try:
+        with as_map_error("read", path):
+            env = _open_shared(path)
+    except FileNotFoundError as error:
+        raise MapMissingError(f"the map in {path} was taken away while it was opened") from error
     try:
         with as_map_error("read", path):
             _check_whole(env, path)
@@ -135,6 +137,35 @@ def open_to_read(path: Path) -> tuple[lmdb.Environment, Tables]:
         raise
 
 
+def _open_shared(path: Path) -> lmdb.Environment:
+    """LMDB answers EINVAL while another process sets up, or takes down, the lock file: that passes.
+
+    A map that was compacted, or put aside, while we waited for its lock is opened again: by its new file.
+    """
+    file, left = path / DATA_FILE, OPEN_ATTEMPTS
+    while True:
+        inode = file.stat().st_ino
+        try:
+            env = lmdb.open(
+                str(path),
+                map_size=0,  # the map's own: LMDB's default would have to be changed between queries
+                readonly=True,
+                create=False,
+                max_dbs=16,
+                max_readers=MAX_READERS,
+                lock=True,
+            )
+        except lmdb.InvalidParameterError:
+            left -= 1
+            if not left:
+                raise
+            time.sleep(OPEN_PAUSE_S)
+            continue
+        if file.stat().st_ino == inode:
+            return env
+        env.close()
+
+
 @contextmanager
 def as_map_error(action: str, path: Path) -> Iterator[None]:
     """What LMDB raises, as a MapError that says what to do. ``action`` is one of FIXES."""
@@ -145,6 +176,8 @@ def as_map_error(action: str, path: Path) -> Iterator[None]:
     except DAMAGE as error:
         what = f"the map in {path} is damaged or no LMDB file ({error})"
         raise DamagedError(f"{what}; {ANOTHER_FOLDER}") from error
+    except lmdb.LockError as error:
+        raise MapError(f"cannot {action} the map in {path}: {error}; {PID_CLASH}") from error
     except lmdb.Error as error:
         raise MapError(f"cannot {action} the map in {path}: {error}; {FIXES[action]}") from error
 

@@ -7,10 +7,10 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import lmdb
 import msgspec
@@ -31,14 +31,18 @@ from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream, diges
 from events.subscriber import Source
 from indexer.blocks import PREFIX_KINDS
 from indexer.bounds import Bounds, Eviction
-from indexer.errors import IndexerError, MapError, RegistrationError, UnknownInstanceError
-from indexer.layout import StreamKey, StreamRecord
+from indexer.corrections import Corrections
+from indexer.errors import IndexerError, MapError, MapFullError, RegistrationError, UnknownInstanceError
+from indexer.feedback import Answered, learn
+from indexer.layout import PARTIAL_TTL_S, StreamKey, StreamRecord
+from indexer.outcome import Outcome, refused
 from indexer.registration import Registration
 from indexer.writer import Group, MapWriter
 
 log = logging.getLogger(__name__)
 
 GROUP_SIGNALS = 512
+GROUP_SHRINK = 16
 COLLECT_SHARE = 16
 MAX_POISON = 1_000
 POISON_AFTER = 4
@@ -51,6 +55,9 @@ IDLE_S = 0.1
 HEARTBEAT_S = 0.5
 SYNC_S = 60.0
 RECOVERY_PAUSE_S = 1.0
+PURGED = "it was reset by request: what the engine still holds is not known"
+
+Job = Callable[[Group], Any]
 
 
 class Feed(Protocol):
@@ -82,7 +89,10 @@ class Followed:
             last=record.sequence,
             digest=record.digest,
             lost=record.lost,
+            started_at=record.started_at,
         )
+        self.losses = 0
+        self.corrections = Corrections(record.generation, -1 if record.sequence is None else record.sequence)
         self.decoder = Decoder()
         self.strays = 0
 
@@ -101,6 +111,7 @@ class Ingest:
         feed: Feed,
         *,
         bounds: Bounds = NO_BOUNDS,
+        partial_ttl_s: float = PARTIAL_TTL_S,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -112,15 +123,20 @@ class Ingest:
         self._warn = Throttled(log)
         self._said: TTLCache[str, None] = TTLCache(MAX_SAID, SAY_AGAIN_S, timer=clock)
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Job, Future[Any]]] = SimpleQueue()
+        self._purges: set[StreamId] = set()
+        self._partial_ttl_s = partial_ttl_s
         self._followed: dict[StreamId, Followed] = {}
         self._asks: dict[StreamId, AskReplay] = {}
         self._poison: Counter[tuple[StreamId, bytes]] = Counter()
+        self._group_signals = GROUP_SIGNALS
         self._beat_at = float("-inf")
         self._sync_at = clock() + SYNC_S
         self._running = False
         self._thread: threading.Thread | None = None
         self.failures = 0
         self.groups = 0
+        self.feedback: Counter[str] = Counter()
 
     # from any thread
 
@@ -145,6 +161,25 @@ class Ingest:
     def unregister(self, instance_id: str, model_name: str, rank: int | None = None) -> Future[None]:
         """Forgets an instance (or one rank of it). The future raises UnknownInstanceError."""
         return self._command(lambda: self.forget(instance_id, model_name, rank))
+
+    def learn(self, answered: Answered) -> Future[Outcome]:
+        """Corrects what is known of a stream by what its engine answered."""
+        return self._job(lambda group: self._learn(group, answered))
+
+    def process_started(self, stream: StreamId, at: float, asked: float) -> Future[None]:
+        """Tells a stream when its engine's process started (unix seconds), and when it was asked that."""
+        return self._job(lambda group: self._witness(group, stream, at, asked))
+
+    def purge(self, stream: StreamId) -> Future[None]:
+        """Forgets what a stream held; tried again with every group until it is done."""
+        return self._job(lambda _: self._purges.add(stream))
+
+    def _job(self, job: Job) -> Future[Any]:
+        """Carries out ``job`` in the next group; its result is there once that is committed."""
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        self._feed.inbox.wake()
+        return future
 
     def _command(self, command: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
@@ -171,9 +206,10 @@ class Ingest:
                 if failed:
                     self._resume_from_commit()
                     failed = False
-                signals = self._feed.inbox.take(GROUP_SIGNALS, 0 if self._busy else IDLE_S)
+                signals = self._feed.inbox.take(self._group_signals, 0 if self._busy else IDLE_S)
                 self.step(signals)
                 self._carry_out_commands()
+                self._group_signals = min(GROUP_SIGNALS, self._group_signals + 1 + self._group_signals // 16)
             except PoisonError as error:
                 failed = True
                 self.failures += 1
@@ -181,6 +217,8 @@ class Ingest:
             except Exception as error:
                 failed = True
                 self.failures += 1
+                if isinstance(error, MapFullError):  # Less at a time may have room.
+                    self._group_signals = max(1, self._group_signals // GROUP_SHRINK)
                 self._report(error)
                 time.sleep(RECOVERY_PAUSE_S)
 
@@ -197,7 +235,7 @@ class Ingest:
 
     @property
     def _busy(self) -> bool:
-        return self._writer.garbage > 0 or not self._commands.empty()
+        return self._writer.garbage > 0 or not self._commands.empty() or not self._jobs.empty()
 
     def step(self, signals: list[tuple[StreamId, Signal]]) -> None:
         """Applies one group of signals, and what is due by now, in one commit.
@@ -205,7 +243,7 @@ class Ingest:
         On an error (MapError: the map is full, or cannot be written) nothing of the group is applied.
         """
         now = self._clock()
-        if signals or now >= self._beat_at:
+        if signals or now >= self._beat_at or not self._jobs.empty():
             self._commit(signals, now)
         for _ in range(1 + self._writer.garbage // COLLECT_SHARE if self._writer.garbage else 0):
             self._writer.collect()
@@ -219,15 +257,30 @@ class Ingest:
             found = self._eviction.next(self._writer.used_bytes(), self._writer.streams.values())
             if found is None:
                 return
-            record, count = found
+            count, record = found
+            whose = "all streams" if record is None else _title(record.id)
             self._warn.warning(
-                f"evict {record.id}",
+                f"evict {whose}",
                 "at a bound (--map-budget, --max-blocks): forgetting the oldest blocks of %s",
-                _title(record.id),
+                whose,
             )
-            self._writer.evict(record, count)
+            self._writer.evict(count, record)
 
     def _commit(self, signals: list[tuple[StreamId, Signal]], now: float) -> None:
+        jobs = [self._jobs.get_nowait() for _ in range(self._jobs.qsize())]
+        jobs = [(job, future) for job, future in jobs if future.set_running_or_notify_cancel()]
+        try:
+            results = self._commit_with(signals, [job for job, _ in jobs], now)
+        except Exception as error:
+            known = isinstance(error, IndexerError)
+            failure = error if known else IndexerError(f"the indexer failed: {error!r}")
+            for _, future in jobs:
+                future.set_exception(failure)
+            raise
+        for (_, future), result in zip(jobs, results, strict=True):
+            future.set_result(result)
+
+    def _commit_with(self, signals: list[tuple[StreamId, Signal]], jobs: list[Job], now: float) -> list[Any]:
         self._asks.clear()
         with self._writer.group() as group:
             for stream, signal in signals:
@@ -236,12 +289,18 @@ class Ingest:
                     self._perform(group, stream, followed.machine.on(signal, now))
             for stream in {stream for stream, _ in signals} & self._followed.keys():
                 self._note_state(group, stream)
+            results = [job(group) for job in jobs]
+            for stream in self._purges & self._followed.keys():
+                self._purge(group, stream)
             for stream in self._followed:
                 self._tick(group, stream, now)
+                self._outlive(group, stream)
+        self._purges.clear()
         self.groups += 1
         self._beat_at = now + HEARTBEAT_S
         for stream, ask in self._asks.items():
             self._feed.ask_replay(stream, ask.ask, ask.start)
+        return results
 
     def _tick(self, group: Group, stream: StreamId, now: float) -> None:
         """What follows from time alone; a stream is not called silent while signals of it still wait."""
@@ -255,6 +314,8 @@ class Ingest:
             self._note_state(group, stream)
 
     def _perform(self, group: Group, stream: StreamId, actions: list[Action]) -> None:
+        if self._note_loss(stream, actions):
+            group.touch(self._record(stream))
         for action in actions:
             match action:
                 case Apply():
@@ -279,15 +340,97 @@ class Ingest:
                 self._leave_out(stream, "poison", action)
             else:
                 record = self._apply_or_raise(group, stream, batch, action)
+        self._note_touched(group, stream, record, action.sequence)
         record.sequence = action.sequence
         record.event_at = self._wall()
         record.counters.batches += 1
         group.touch(record)
 
+    def _note_touched(self, group: Group, stream: StreamId, record: StreamRecord, sequence: int) -> None:
+        """What an answer says of a block from before this batch no longer counts; a stored block is there."""
+        stored, removed = group.blocks(record).take_touched()
+        if stored or removed:
+            corrections = self._corrections(stream, record)
+            corrections.touched.note(stored + removed, sequence)
+            corrections.end(group.changes, record, stored)
+
     def _leave_out(self, stream: StreamId, reason: str, action: Apply) -> None:
         """A batch is missing in the map from here on."""
         self._record(stream).counters.skip(reason)
         self._followed[stream].machine.damaged(f"the batch with sequence {action.sequence} could not be used")
+        self._note_loss(stream)
+
+    # what may be outdated
+
+    def _note_loss(self, stream: StreamId, actions: Sequence[Action] = ()) -> bool:
+        """Notes since when what a stream holds may be outdated; what comes after a reset is not."""
+        followed = self._followed[stream]
+        if followed.losses == followed.machine.losses:
+            return False
+        followed.losses = followed.machine.losses
+        record = self._record(stream)
+        if record.is_empty or record.lost_at is not None or any(isinstance(each, Reset) for each in actions):
+            return False
+        record.lost_at = self._wall()
+        return True
+
+    def _outlive(self, group: Group, stream: StreamId) -> None:
+        """Ends corrections that are due, and what was known before a loss that is long ago."""
+        record = self._record(stream)
+        if record.denied or record.believed:
+            corrections = self._corrections(stream, record)
+            if corrections.expire(group.changes, record, self._writer.now()):
+                group.touch(record)
+        if record.lost_at is not None and self._wall() - record.lost_at >= self._partial_ttl_s:
+            self._warn.warning(
+                f"outdated {stream}",
+                "%s: forgetting %d blocks: batches were lost %.0f s ago (--partial-ttl-s)",
+                _title(stream),
+                record.blocks,
+                self._partial_ttl_s,
+            )
+            self._writer.renew(group, record)
+            self._note_state(group, stream)
+
+    def _purge(self, group: Group, stream: StreamId) -> None:
+        self._warn.warning(f"purge {stream}", "%s: forgetting all: reset by request", _title(stream))
+        self._writer.renew(group, self._record(stream))
+        followed = self._followed[stream]
+        followed.machine.damaged(PURGED)
+        self._note_loss(stream)
+        self._note_state(group, stream)
+
+    # what is said of the map from outside
+
+    def _corrections(self, stream: StreamId, record: StreamRecord) -> Corrections:
+        """The corrections of the stream's generation."""
+        followed = self._followed[stream]
+        if followed.corrections.generation != record.generation:
+            followed.corrections = Corrections(record.generation)
+        return followed.corrections
+
+    def _learn(self, group: Group, answered: Answered) -> Outcome:
+        if answered.stream not in self._followed:
+            outcome = refused("unknown")
+        else:
+            record = self._record(answered.stream)
+            before = (record.corrected, record.wrong)
+            corrections = self._corrections(answered.stream, record)
+            outcome = learn(group.changes, record, corrections, answered, self._writer.now())
+            if before != (record.corrected, record.wrong):
+                group.touch(record)
+        self.feedback[outcome.reason or "taken"] += 1
+        return outcome
+
+    def _witness(self, group: Group, stream: StreamId, at: float, asked: float) -> None:
+        """Signals that still wait may be of the process before: the next answer comes soon."""
+        followed = self._followed.get(stream)
+        if followed is None or self._feed.inbox.depth(stream):
+            return
+        self._perform(group, stream, followed.machine.process_started(at, self._clock(), asked))
+        self._note_state(group, stream)
+
+    # batches
 
     def _apply_or_raise(self, group: Group, stream: StreamId, batch: Batch, action: Apply) -> StreamRecord:
         """Applies a batch. Raises PoisonError for a fault that would come back whenever it is tried again."""
@@ -356,11 +499,16 @@ class Ingest:
 
     def _note_state(self, group: Group, stream: StreamId) -> None:
         record, machine = self._record(stream), self._followed[stream].machine
+        if record.started_at != machine.started_at:
+            record.started_at = machine.started_at
+            group.touch(record)
         now = (machine.state, machine.reason, machine.lost, machine.last, machine.digest)
         if now != (record.state, record.reason, record.lost, record.sequence, record.digest):
             if machine.state != record.state:
                 self._say(f"{_title(stream)} is {machine.state}", machine.reason)
             record.state, record.reason, record.lost, record.sequence, record.digest = now
+            if not record.lost:
+                record.lost_at = None
             group.touch(record)
 
     def _say(self, what: str, why: str) -> None:
@@ -376,6 +524,7 @@ class Ingest:
         with self._writer.group() as group:
             for record in self._writer.streams.values():
                 self._followed[record.id] = Followed(record)
+                self._followed[record.id].corrections.load(group.changes, record)
                 self._note_state(group, record.id)
         for record in self._writer.streams.values():
             self._feed.add(record.id, _source(record.registration))
@@ -484,6 +633,6 @@ def _source(registration: Registration) -> Source:
 def _same_stream(known: StreamRecord, registration: Registration) -> bool:
     """Whether they differ at most in the names the model goes by, and in saying the block size or not."""
     fits = registration.block_size in (None, known.block_size)
-    plain = {"aliases": (), "block_size": None, "instance_id": known.registration.instance_id}
+    plain = {"aliases": (), "url": None, "block_size": None, "instance_id": known.registration.instance_id}
     one, other = (msgspec.structs.replace(each, **plain) for each in (known.registration, registration))
     return fits and one == other

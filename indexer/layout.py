@@ -8,7 +8,11 @@ names         slot u16, group u8, engine hash           what a removal, which na
                                                         (``Name``)
 waiting       as in names                               a stored block whose parent is not known (``Waiting``)
 children      names key of a parent not known           names keys of the blocks that wait for it (dupsort)
-ages          slot u16, store counter u48               group and engine hash: the order in which blocks came
+ages          counter u48                               names key of the block that came then, of all streams
+denied        slot u16, block key                       until when (boot clock, f64) it is not credited: an
+                                                        answer said that the engine does not have it
+believed      slot u16, block key                       until when (boot clock, f64) it is credited, though no
+                                                        event named it: an answer said that it was cached
 streams       slot u16                                  ``StreamRecord``: one generation of one stream
 meta          name                                      schema, boot id, clean flag, heartbeat, address
 ============  ========================================  ====================================================
@@ -37,6 +41,7 @@ MAX_SLOTS = 255 * 8  # as many as a bitmap whose width is one byte can name
 MAX_READERS = 1024
 DEFAULT_MAP_SIZE = 16 << 30
 HOLDERS_CACHED = 1 << 14
+PARTIAL_TTL_S = 1800.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Tier = Literal[0, 1, 2]
@@ -52,6 +57,7 @@ META_CLEAN = b"clean"
 META_HEARTBEAT = b"heartbeat"
 META_ADDRESS = b"address"
 META_GENERATION = b"generation"
+META_AGE = b"age"
 
 
 def tier_of(medium: str) -> Tier:
@@ -97,8 +103,8 @@ class Name:
 
     ``parent`` is the parent's engine hash, empty at the start of a prompt. ``children`` counts held children.
     A name that lost its last copy stays as a *ghost* while names hang on it: blocks behind a hole must know
-    their way back when it is filled. ``ghosts`` counts children that are ghosts. ``age`` is the stream's
-    store counter when the block came, and leads to its row in ``ages``; 0 for a ghost.
+    their way back when it is filled. ``ghosts`` counts children that are ghosts. ``age`` is the key of its
+    row in ``ages``; 0 for a ghost.
     """
 
     __slots__ = ("age", "children", "copies", "ghosts", "key", "parent")
@@ -161,9 +167,13 @@ class StreamRecord(msgspec.Struct):
     """One generation of one stream: where it stands, and what it holds.
 
     ``sequence`` and ``digest`` are of the last batch that is in the map. ``blocks`` counts held names,
-    ``orphans`` those whose parent is not held (a hole in front), ``waiting`` those whose parent is unknown,
-    ``ages`` all that ever came.
+    ``orphans`` those whose parent is not held (a hole in front), ``waiting`` those whose parent is unknown.
     ``event_at`` is unix seconds.
+
+    ``started_at`` is when the engine's process started, ``lost_at`` since when what is known may be outdated
+    (unix seconds both, None: not known, nothing lost). ``denied`` and ``believed`` count corrections by
+    answers, ``corrected`` how often they changed; ``wrong`` is the share of predicted tokens that were not
+    there, averaged over answers.
     """
 
     slot: int
@@ -182,8 +192,13 @@ class StreamRecord(msgspec.Struct):
     orphans: int = 0
     waiting: int = 0
     lower_tiers: bool = False
-    ages: int = 0
     event_at: float | None = None
+    started_at: float | None = None
+    lost_at: float | None = None
+    denied: int = 0
+    believed: int = 0
+    corrected: int = 0
+    wrong: float = 0.0
     counters: Counters = msgspec.field(default_factory=Counters)
 
     @property
@@ -200,6 +215,19 @@ StreamKey = tuple[str, int]
 
 _encode_record = msgspec.msgpack.Encoder().encode
 _decode_record = msgspec.msgpack.Decoder(StreamRecord).decode
+_UNTIL = struct.Struct(">d")
+
+
+def encode_until(until: float) -> bytes:
+    """The value of ``denied`` and ``believed``."""
+    return _UNTIL.pack(until)
+
+
+def decode_until(value: bytes) -> float:
+    until: float = _UNTIL.unpack(value)[0]
+    return until
+
+
 encode_waiting = msgspec.msgpack.Encoder().encode
 decode_waiting = msgspec.msgpack.Decoder(Waiting).decode
 
@@ -216,13 +244,24 @@ def slot_key(slot: int) -> bytes:
     return slot.to_bytes(2, "big")
 
 
-def age_key(slot: int, age: int) -> bytes:
-    return slot.to_bytes(2, "big") + age.to_bytes(AGE_BYTES, "big")
+def age_key(age: int) -> bytes:
+    return age.to_bytes(AGE_BYTES, "big")
 
 
 def name_prefix(slot: int, group: int) -> bytes:
     """What all names keys of a group start with; the engine hash follows."""
     return slot.to_bytes(2, "big") + bytes([group])
+
+
+def read_untils(txn: lmdb.Transaction, table: lmdb._Database, slot: bytes) -> dict[bytes, float]:
+    """A slot's rows in ``denied`` or ``believed``: block key -> until when."""
+    found: dict[bytes, float] = {}
+    with txn.cursor(table) as cursor:
+        more = cursor.set_range(slot)
+        while more and bytes(cursor.key()).startswith(slot):
+            found[bytes(cursor.key())[len(slot) :]] = decode_until(bytes(cursor.value()))
+            more = cursor.next()
+    return found
 
 
 class Tables:
@@ -237,18 +276,20 @@ class Tables:
         self.waiting = table(b"waiting")
         self.children = table(b"children", dupsort=True)
         self.ages = table(b"ages")
+        self.denied = table(b"denied")
+        self.believed = table(b"believed")
         self.streams = table(b"streams")
         self.meta = table(b"meta")
 
     @property
     def every(self) -> tuple[lmdb._Database, ...]:
         """All tables."""
-        return (*self.by_slot, self.blocks, self.streams, self.meta)
+        return (*self.by_slot, self.ages, self.blocks, self.streams, self.meta)
 
     @property
     def by_slot(self) -> tuple[lmdb._Database, ...]:
         """The tables whose keys start with a slot."""
-        return (self.names, self.waiting, self.children, self.ages)
+        return (self.names, self.waiting, self.children, self.denied, self.believed)
 
 
 def boot_clock() -> float:

@@ -59,6 +59,12 @@ class _Streams(Collector):
         yield CounterMetricFamily(
             "warmroute_indexer_failures", "Groups that could not be applied.", value=self._ingest.failures
         )
+        answers = CounterMetricFamily(
+            "warmroute_indexer_feedback", "Answers that were told, by what came of them.", labels=["result"]
+        )
+        for result, count in self._ingest.feedback.copy().items():
+            answers.add_metric([result], count)
+        yield answers
         unmatched = self._subscriber.faults.unmatched
         yield CounterMetricFamily(
             "warmroute_indexer_unmatched_messages",
@@ -73,6 +79,14 @@ class _Streams(Collector):
             "warmroute_indexer_stream_state", "1 for the state.", labels=[*STREAM, "state"]
         )
         trust = GaugeMetricFamily("warmroute_indexer_stream_weight", "Trust, 0 to 1.", labels=STREAM)
+        right = GaugeMetricFamily(
+            "warmroute_indexer_stream_accuracy",
+            "Share of the predicted tokens that were cached, averaged over answers.",
+            labels=STREAM,
+        )
+        corrections = GaugeMetricFamily(
+            "warmroute_indexer_corrections", "Blocks denied or believed by answers.", labels=[*STREAM, "kind"]
+        )
         age = GaugeMetricFamily("warmroute_indexer_event_age_seconds", "Since the last batch.", labels=STREAM)
         queue = GaugeMetricFamily("warmroute_indexer_queued", "Batches not yet applied.", labels=STREAM)
         batches = CounterMetricFamily("warmroute_indexer_batches", "Applied batches.", labels=STREAM)
@@ -87,6 +101,9 @@ class _Streams(Collector):
             holes.add_metric(label, record.orphans)
             state.add_metric([*label, status.state], 1)
             trust.add_metric(label, status.weight)
+            right.add_metric(label, 1.0 - record.wrong)
+            corrections.add_metric([*label, "denied"], record.denied)
+            corrections.add_metric([*label, "believed"], record.believed)
             if record.event_at is not None:
                 age.add_metric(label, max(0.0, time.time() - record.event_at))
             queue.add_metric(label, self._ingest.held(record.id))
@@ -95,7 +112,7 @@ class _Streams(Collector):
             faults = self._subscriber.faults.of(record.id)
             for reason, count in [*record.counters.skipped.items(), *faults.items()]:
                 skipped.add_metric([*label, reason], count)
-        yield from (blocks, holes, state, trust, age, queue, batches, evicted, skipped)
+        yield from (blocks, holes, state, trust, right, corrections, age, queue, batches, evicted, skipped)
         yield GaugeMetricFamily(
             "warmroute_indexer_map_used_bytes", "Pages that hold entries.", value=self._reader.used_bytes()
         )

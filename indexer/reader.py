@@ -11,6 +11,7 @@ import lmdb
 import msgspec
 
 from events.schema import token_array
+from indexer.corrected import CorrectionReader
 from indexer.errors import MapError
 from indexer.folder import DATA_FILE, PID_CLASH, open_to_read
 from indexer.keys import block_keys, prompt_keys, root_key
@@ -35,6 +36,8 @@ from indexer.match import Lookup, match
 
 HEARTBEAT_LIMIT_S = 2.0
 STALE_AFTER_S = 30.0
+WRONG_TOLERATED = 0.2
+LEAST_CREDIT = 0.1
 WEIGHTS = {"live": 1.0, "replaying": 0.5, "partial": 0.5}
 
 
@@ -85,6 +88,11 @@ class Trust:
         return "partial", min(weight, WEIGHTS["partial"]) * left
 
 
+def credit(wrong: float) -> float:
+    """What a stream's weight is multiplied by, 1 to 0.1, when that share of its predictions was wrong."""
+    return min(1.0, max(LEAST_CREDIT, (1.0 - wrong) / (1.0 - WRONG_TOLERATED)))
+
+
 class MapReader:
     """Answers what streams hold. Read transactions are as short as one query."""
 
@@ -106,6 +114,7 @@ class MapReader:
         self._file = file
         self._inode = None if file is None else file.stat().st_ino
         self._records: tuple[int, list[StreamRecord]] | None = None
+        self._corrections = CorrectionReader(tables, clock)
 
     @classmethod
     def open(cls, path: Path, *, trust: Trust | None = None) -> MapReader:
@@ -144,6 +153,15 @@ class MapReader:
         except lmdb.Error as error:
             raise MapError(f"cannot read the map: {error}") from error
 
+    @contextmanager
+    def snapshot(self) -> Iterator[tuple[lmdb.Transaction, Tables, list[StreamRecord]]]:
+        """A short look at the tables, with the streams that are not retired. Raises MapError.
+
+        It pins the pages that it sees: never hold it while somebody is waited for.
+        """
+        with self._begin() as txn:
+            yield txn, self._tables, self._streams(txn)
+
     def _streams(self, txn: lmdb.Transaction) -> list[StreamRecord]:
         """The streams that are not retired; decoded again only after a commit."""
         version = txn.id()
@@ -174,9 +192,12 @@ class MapReader:
         """All streams, each with its state and weight as of now."""
         with self._begin() as txn:
             age = self._heartbeat_age(txn)
-            return [
-                StreamStatus(record, *self._trust.judge(record.state, age)) for record in self._streams(txn)
-            ]
+            return [StreamStatus(record, *self._judge(record, age)) for record in self._streams(txn)]
+
+    def _judge(self, record: StreamRecord, heartbeat_age: float) -> tuple[str, float]:
+        """State and weight; a stream whose predictions keep being wrong weighs less."""
+        state, weight = self._trust.judge(record.state, heartbeat_age)
+        return state, weight * credit(record.wrong)
 
     def heartbeat_age(self) -> float:
         """Seconds since the indexer last said that it lives; infinite if it never did."""
@@ -256,13 +277,17 @@ class MapReader:
             return [{}, {}, {}]
         keys = keys_of(members[0], block_size)
         slots = sum(1 << record.slot for record in members)
-        holey = sum(1 << record.slot for record in members if record.orphans)
+        corrected = self._corrections.of(txn, members)
+        holey = corrected.slots | sum(1 << record.slot for record in members if record.orphans)
         spread = sum(1 << record.slot for record in members if record.lower_tiers)
-        everywhere = match(self._lookup(txn, DISK), keys, slots, holey)
+        everywhere = match(corrected.over(self._lookup(txn, DISK)), keys, slots, holey)
         if not spread:
             return [everywhere] * 3
         return [
-            *(match(self._lookup(txn, tier), keys, slots, holey | spread) for tier in (GPU, CPU)),
+            *(
+                match(corrected.over(self._lookup(txn, tier)), keys, slots, holey | spread)
+                for tier in (GPU, CPU)
+            ),
             everywhere,
         ]
 
@@ -281,7 +306,7 @@ class MapReader:
         return lookup
 
     def _matched(self, record: StreamRecord, held: list[dict[int, int]], age: float) -> Matched:
-        state, weight = self._trust.judge(record.state, age)
+        state, weight = self._judge(record, age)
         size = record.block_size or 0
         gpu, cpu, disk = (level.get(record.slot, 0) * size for level in held)
         return Matched(

@@ -19,7 +19,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     ``endpoint`` is a ZeroMQ address to connect to, or ``bind:ADDRESS`` where the engine connects to us; then
     ``topic`` says which messages are this stream's (None: all of them). ``block_size`` is in tokens; None
-    means that the first stored block tells. Shape: Mooncake RFC #1403, with ``aliases`` and ``topic`` added.
+    means that the first stored block tells. ``url`` is the replica's HTTP address, whose metrics tell when
+    its process started. Shape: Mooncake RFC #1403, with ``aliases``, ``topic`` and ``url`` added.
     """
 
     instance_id: _Name | Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -31,6 +32,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     additional_salt: str | None = None
     aliases: tuple[str, ...] = ()
     topic: str | None = None
+    url: Annotated[str, msgspec.Meta(max_length=2048)] | None = None
 
     @property
     def instance(self) -> str:
@@ -53,6 +55,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.replay_endpoint is not None:
             what = f"replay_endpoint {self.replay_endpoint!r} of {self.instance_id!r}"
             _check_address(what, self.replay_endpoint, may_be_wildcard=False)
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise RegistrationError(
+                f"url {self.url!r} of {self.instance_id!r} is none; write http://HOST:PORT"
+            )
         return self
 
 

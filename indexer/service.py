@@ -18,11 +18,14 @@ from events.subscriber import Subscriber
 from indexer.api import QueryApi, answer, errors_as_json
 from indexer.bounds import Bounds
 from indexer.debug import DebugApi
+from indexer.dump import DumpApi
 from indexer.errors import ListenError, SettingsError
+from indexer.feedback_api import FeedbackApi
 from indexer.ingest import HEARTBEAT_S, Ingest
 from indexer.metrics import IndexerMetrics
 from indexer.reader import HEARTBEAT_LIMIT_S, MapReader
 from indexer.settings import IndexerSettings
+from indexer.witness import Witness
 from indexer.writer import MapWriter
 
 log = logging.getLogger(__name__)
@@ -64,7 +67,10 @@ class Indexer:
         self.reader = MapReader(self.writer.env, self.writer.tables)
         self.subscriber = Subscriber()
         bounds = Bounds(settings.budget_bytes, settings.max_blocks)
-        self.ingest = Ingest(self.writer, self.subscriber, bounds=bounds)
+        self.ingest = Ingest(
+            self.writer, self.subscriber, bounds=bounds, partial_ttl_s=settings.partial_ttl_s
+        )
+        self.witness = Witness(self.ingest, self.reader)
         self.metrics = IndexerMetrics()
         self.readiness = Readiness(self.reader, settings.ready_deadline_s)
 
@@ -73,6 +79,8 @@ class Indexer:
         app = web.Application(middlewares=[errors_as_json], client_max_size=REQUEST_LIMIT_BYTES)
         app.add_routes(QueryApi(self.ingest, self.reader, self.metrics).routes())
         app.add_routes(DebugApi(self.ingest, self.reader, self.subscriber).routes())
+        app.add_routes(DumpApi(self.reader).routes())
+        app.add_routes(FeedbackApi(self.ingest, self.reader).routes())
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -143,6 +151,8 @@ async def serve(settings: IndexerSettings) -> None:
         async with listening(indexer.application(), settings.listen) as url:
             indexer.writer.set_address(settings.advertise or url)
             indexer.start()
+            indexer.witness.start()
             await stop.wait()
+            await indexer.witness.close()
     finally:
         indexer.close()

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from events.address import AddressError, host_and_port
 from indexer.errors import SettingsError
-from indexer.layout import DEFAULT_MAP_SIZE
+from indexer.layout import DEFAULT_MAP_SIZE, PARTIAL_TTL_S
 
 
 class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,12 +33,19 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = DEFAULT_MAP_SIZE
     map_budget: Annotated[
         Annotated[int, Meta(ge=1 << 18)] | None,
-        Meta(description="Bytes of entries above which the oldest go; half of --map-size unless set."),
+        Meta(description="Bytes of entries above which the oldest go; a quarter of --map-size unless set."),
     ] = None
     max_blocks: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Blocks of one rank of a replica above which its oldest go."),
     ] = 4_000_000
+    partial_ttl_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long to keep what was known of a stream that lost batches for good, seconds.",
+        ),
+    ] = PARTIAL_TTL_S
     ready_deadline_s: Annotated[
         float,
         Meta(ge=0, description="Longest time that /ready waits for streams to prove themselves, seconds."),
@@ -47,16 +54,16 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def budget_bytes(self) -> int:
         """Bytes of entries that the map may hold."""
-        return self.map_size // 2 if self.map_budget is None else self.map_budget
+        return self.map_size // 4 if self.map_budget is None else self.map_budget
 
     def check(self) -> None:
         """Raises SettingsError for values that no indexer could run with."""
         if not self.map:
             raise SettingsError("map '' names no folder; give one")
-        if self.budget_bytes > self.map_size * 0.75:
+        if self.budget_bytes > self.map_size // 2:
             raise SettingsError(
                 f"map_budget {self.budget_bytes} leaves no room to work in map_size {self.map_size}; "
-                "give at most three quarters of it"
+                "give at most half of it"
             )
         try:
             host_and_port(self.listen)

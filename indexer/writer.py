@@ -112,15 +112,13 @@ class MapWriter:
                 "the map in %s was not closed before this host's last boot: starting empty", self.path
             )
             with self.env.begin(write=True) as txn:
-                for table in (
-                    *self.tables.by_slot,
-                    self.tables.blocks,
-                    self.tables.streams,
-                    self.tables.meta,
-                ):
+                for table in self.tables.every:
                     txn.drop(table, delete=False)
         with self.env.begin(write=True) as txn:
             txn.put(META_SCHEMA, str(SCHEMA_VERSION).encode(), db=self.tables.meta)
+            if meta.get(META_BOOT) != boot:  # their times are of another clock
+                txn.drop(self.tables.denied, delete=False)
+                txn.drop(self.tables.believed, delete=False)
             txn.put(META_BOOT, boot, db=self.tables.meta)
             txn.put(META_CLEAN, b"0", db=self.tables.meta)
             txn.delete(META_ADDRESS, db=self.tables.meta)
@@ -157,6 +155,10 @@ class MapWriter:
         except BaseException:
             self._load()
             raise
+
+    def now(self) -> float:
+        """Seconds since boot: the clock of the map's heartbeat and of its corrections."""
+        return self._clock()
 
     def set_address(self, url: str) -> None:
         """Notes where the indexer listens, for routers that know only the map. Raises MapError."""
@@ -240,9 +242,11 @@ class MapWriter:
             found = cursor.set_range(prefix)
             while found and swept < limit and bytes(cursor.key()).startswith(prefix):
                 if table is self.tables.names:
-                    block = Name.decode(bytes(cursor.value())).key
+                    name = Name.decode(bytes(cursor.value()))
                     for tier in (GPU, CPU, DISK):
-                        changes.unhold(block, tier, bit)
+                        changes.unhold(name.key, tier, bit)
+                    if name.held:
+                        changes.went(name.age)
                 found = cursor.delete()
                 swept += 1
         return swept
@@ -254,10 +258,13 @@ class MapWriter:
         with self.env.begin() as txn:
             return used_bytes(txn, self.tables)
 
-    def evict(self, record: StreamRecord, count: int) -> None:
-        """Forgets the oldest ``count`` blocks of a stream. Raises MapError."""
+    def evict(self, count: int, record: StreamRecord | None = None) -> None:
+        """Forgets the ``count`` blocks that came first, of all streams or of one. Raises MapError."""
         with self.group() as group:
-            group.blocks(record).evict(count)
+            of = b"" if record is None else slot_key(record.slot)
+            records = {each.slot: each for each in (*self.streams.values(), *self._retired.values())}
+            for key in group.changes.oldest(count, of):
+                group.blocks(records[int.from_bytes(key[:2], "big")]).evict(key)
 
     # the end
 

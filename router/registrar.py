@@ -41,6 +41,7 @@ def registrations(replica: Replica) -> list[Registration]:
             dp_rank=source.rank,
             topic=source.topic if source.endpoint.startswith("bind:") else None,
             block_size=replica.spec.block_size,
+            url=replica.url,
         )
         for source in replica.sources
     ]

@@ -269,7 +269,12 @@ class EngineAndStream(RuleBasedStateMachine):
             line.clear()
         self.connected, self.ask = False, None
         self.stream = Stream(
-            has_replay=self.has_replay, last=old.last, digest=old.digest, lost=old.lost, limits=LIMITS
+            has_replay=self.has_replay,
+            last=old.last,
+            digest=old.digest,
+            lost=old.lost,
+            started_at=old.started_at,
+            limits=LIMITS,
         )
 
     def perform(self, actions: object) -> None:
@@ -366,6 +371,30 @@ class EngineWithoutReplay(EngineAndStream):
     has_replay = False
 
 
+class EngineThatSaysWhenItStarted(EngineAndStream):
+    """Its answers take a while: another process may run, and another link be there, when one comes."""
+
+    reading: tuple[float, float] | None = None
+
+    @rule()
+    def start_is_asked(self) -> None:
+        self.now += 0.001
+        self.reading = (1e9 + 100.0 * self.process, self.now)
+        self.now += 0.001
+
+    @precondition(lambda self: self.reading and not self.live_line and not self.replay_line)
+    @rule()
+    def start_is_told(self) -> None:
+        """Not while frames still wait: they may be of the process before."""
+        assert self.reading is not None
+        (at, asked), self.reading = self.reading, None
+        self.perform(self.stream.process_started(at, self.now, asked))
+
+
+class EngineWithoutReplayThatSaysWhenItStarted(EngineThatSaysWhenItStarted):
+    has_replay = False
+
+
 _EFFORT = settings(
     max_examples=250,
     stateful_step_count=40,
@@ -377,6 +406,10 @@ TestStreamWithReplay = EngineAndStream.TestCase
 TestStreamWithReplay.settings = _EFFORT
 TestStreamWithoutReplay = EngineWithoutReplay.TestCase
 TestStreamWithoutReplay.settings = _EFFORT
+TestStreamWithStartTime = EngineThatSaysWhenItStarted.TestCase
+TestStreamWithStartTime.settings = _EFFORT
+TestStreamWithStartTimeWithoutReplay = EngineWithoutReplayThatSaysWhenItStarted.TestCase
+TestStreamWithStartTimeWithoutReplay.settings = _EFFORT
 
 
 class Life:
@@ -400,6 +433,8 @@ class Life:
             kind = random.choice(["disconnect", "restart", "restart unseen", "indexer restart"])
             machine.trouble(kind=kind, late=self.chance(), skipped=random.randrange(4))
             return
+        if isinstance(machine, EngineThatSaysWhenItStarted):
+            self.ask_when_it_started(machine)
         turn = random.randrange(10)
         if turn < 4:
             fates = random.choices(["sent", "dropped", "overflow"], [6, 1, 1], k=random.randrange(1, 5))
@@ -422,13 +457,27 @@ class Life:
         elif turn == 9:
             machine.time_passes(seconds=random.choice([0.1, 1.0, 4.9, 5.0, 5.0, 11.0, 31.0, 301.0]))
 
+    def ask_when_it_started(self, machine: EngineThatSaysWhenItStarted) -> None:
+        if self.chance(0.3):
+            machine.start_is_asked()
+        if machine.reading and not machine.live_line and not machine.replay_line and self.chance():
+            machine.start_is_told()
+
     def check(self) -> None:
         self.machine.what_was_applied_is_of_one_process_in_order_and_once()
         self.machine.live_means_that_nothing_is_missing()
         self.machine.held_frames_are_bounded()
 
 
-@pytest.mark.parametrize("machine", [EngineAndStream, EngineWithoutReplay])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        EngineAndStream,
+        EngineWithoutReplay,
+        EngineThatSaysWhenItStarted,
+        EngineWithoutReplayThatSaysWhenItStarted,
+    ],
+)
 def test_random_lives_of_an_engine_never_break_a_promise(machine: type[EngineAndStream]) -> None:
     for seed in range(2_000):
         life = Life(machine(), seed)

@@ -22,8 +22,9 @@ from events.publisher import Publisher, encode
 from events.schema import BlockRemoved, BlockStored, Event, canonical_hash, token_array
 from events.stream import AskReplay, Connected, Frame, Signal
 from events.subscriber import Source
+from indexer.check import check
 from indexer.ingest import Ingest
-from indexer.layout import Name, StreamRecord, Tables, decode_holders, decode_record, decode_waiting, slot_key
+from indexer.layout import StreamRecord, Tables
 from indexer.reader import MapReader
 from indexer.registration import Registration
 from indexer.service import Indexer
@@ -198,76 +199,8 @@ class Rig:
 
 def check_tables(env: lmdb.Environment, tables: Tables) -> None:
     """Every invariant between the tables, from one snapshot."""
-    with env.begin() as txn:
-
-        def rows(table: Any) -> list[tuple[bytes, bytes]]:
-            return [(bytes(key), bytes(value)) for key, value in txn.cursor(table)]
-
-        records = [decode_record(value) for _, value in rows(tables.streams)]
-        names = {key: Name.decode(value) for key, value in rows(tables.names)}
-        waiting = {key: decode_waiting(value) for key, value in rows(tables.waiting)}
-        links = rows(tables.children)
-        blocks = {key: decode_holders(value) for key, value in rows(tables.blocks)}
-    slots = {slot_key(record.slot): record for record in records}
-    assert len(slots) == len(records)
-    for key in [*names, *waiting, *(parent for parent, _ in links)]:
-        assert key[:2] in slots, "an entry of a slot that nobody has"
-    retired = {key for key, record in slots.items() if record.retired}
-    names = {key: name for key, name in names.items() if key[:2] not in retired}
-    waiting = {key: value for key, value in waiting.items() if key[:2] not in retired}
-    links = [(parent, child) for parent, child in links if parent[:2] not in retired]
-    _check_names(names)
-    assert sorted(links) == sorted((key[:3] + value.parent, key) for key, value in waiting.items())
-    for key, value in waiting.items():
-        assert any(value.copies), "a block without copies waits"
-        assert key not in names, "a block both waits and is known"
-        assert key[:3] + value.parent not in names, "a block waits for a parent that is known"
-    for slot, record in slots.items():
-        if not record.retired:
-            mine = {key: name for key, name in names.items() if key[:2] == slot}
-            _check_record(record, mine, sum(key[:2] == slot for key in waiting))
-    _check_holders(blocks, names, slots)
-
-
-def _check_names(names: dict[bytes, Name]) -> None:
-    children: Counter[bytes] = Counter()
-    ghosts: Counter[bytes] = Counter()
-    for key, name in names.items():
-        if name.parent:
-            parent = key[:3] + name.parent
-            assert parent in names, "a name outlived its parent's"
-            (children if name.held else ghosts)[parent] += 1
-    for key, name in names.items():
-        assert name.children == children[key]
-        assert name.ghosts == ghosts[key]
-        assert name.held or name.children or name.ghosts, "a ghost on which nothing hangs"
-
-
-def _check_record(record: StreamRecord, names: dict[bytes, Name], waiting: int) -> None:
-    held = {key for key, name in names.items() if name.held}
-    behind = [key for key in held if names[key].parent and key[:3] + names[key].parent not in held]
-    assert record.blocks == len(held)
-    assert record.orphans == len(behind)
-    assert record.waiting == waiting
-    assert record.lower_tiers or not any(any(names[key].copies[1:]) for key in held)
-
-
-def _check_holders(
-    blocks: dict[bytes, tuple[int, int, int]], names: dict[bytes, Name], slots: dict[bytes, StreamRecord]
-) -> None:
-    expected: dict[bytes, list[int]] = {}
-    for key, name in names.items():
-        bitmaps = expected.setdefault(name.key, [0, 0, 0])
-        for tier, copies in enumerate(name.copies):
-            bitmaps[tier] |= bool(copies) << int.from_bytes(key[:2], "big")
-    current = sum(1 << record.slot for record in slots.values() if not record.retired)
-    known = sum(1 << record.slot for record in slots.values())
-    for key, bitmaps in blocks.items():
-        assert any(bitmaps), "a block that nobody holds"
-        for tier, bits in enumerate(bitmaps):
-            assert bits & ~known == 0, "a holder that is no stream"
-            assert bits & current == expected.get(key, [0, 0, 0])[tier]
-    assert {key for key, bitmaps in expected.items() if any(bitmaps)} <= blocks.keys()
+    report = check(env, tables)
+    assert report.clean, report.violations
 
 
 class IndexerProcess:

@@ -41,28 +41,53 @@ def test_nothing_goes_while_every_bound_holds() -> None:
 def test_a_stream_over_its_cap_loses_what_is_over_in_steps() -> None:
     over, far_over = record("a", 12), record("b", 10 + 2 * EVICT_STEP)
     eviction = Eviction(Bounds(stream_blocks=10))
-    assert eviction.next(0, [over]) == (over, 2)
-    assert eviction.next(0, [far_over]) == (far_over, EVICT_STEP)
+    assert eviction.next(0, [over]) == (2, over)
+    assert eviction.next(0, [far_over]) == (EVICT_STEP, far_over)
 
 
-def test_over_the_budget_the_largest_stream_loses_until_well_below() -> None:
-    small, large = record("a", 10), record("b", 20)
+def test_over_the_budget_the_oldest_go_until_well_below() -> None:
+    held = [record("a", 10), record("b", 20)]
     eviction = Eviction(Bounds(budget_bytes=1_000))
     between = int(1_000 * (EVICT_ABOVE + EVICT_BELOW) / 2)
-    assert eviction.next(between, [small, large]) is None
-    assert eviction.next(950, [small, large]) == (large, 20)
-    assert eviction.next(between, [small, large]) == (large, 20)
-    assert eviction.next(int(1_000 * EVICT_BELOW), [small, large]) is None
-    assert eviction.next(between, [small, large]) is None
+    assert eviction.next(between, held) is None
+    assert eviction.next(950, held) == (EVICT_STEP, None)
+    assert eviction.next(between, held) == (EVICT_STEP, None)
+    assert eviction.next(int(1_000 * EVICT_BELOW), held) is None
+    assert eviction.next(between, held) is None
 
 
 def test_a_budget_that_leaves_no_room_to_work_is_refused() -> None:
-    with pytest.raises(SettingsError, match="three quarters"):
+    with pytest.raises(SettingsError, match="at most half"):
         IndexerSettings(map_size=1 << 22, map_budget=1 << 22).check()
     IndexerSettings(map_size=1 << 22).check()
 
 
 # forgetting
+
+
+def test_the_oldest_of_all_streams_go_first_also_of_those_not_collected_yet(rig: Any, engine: Any) -> None:
+    a, b = rig.follow("A"), rig.follow("B")
+    rig.say(a, engine(1).stored(prompt(1)))
+    rig.say(b, engine(2).stored(prompt(2)))
+    rig.say(a, engine(1).stored(prompt(3)))
+    rig.ingest.forget("A", "m")
+    rig.writer.evict(15)
+    assert rig.held(prompt(2)) == {"B": (0, 0, 0)}
+    assert rig.record(b).blocks == 5
+    rig.collect()
+    rig.check()
+    with rig.writer.env.begin() as txn:
+        assert txn.stat(rig.writer.tables.ages)["entries"] == 5
+
+
+def test_a_stream_over_its_cap_loses_none_of_the_others_blocks(rig: Any, engine: Any) -> None:
+    a, b = rig.follow("A"), rig.follow("B")
+    rig.say(a, engine(1).stored(prompt(1)))
+    rig.say(b, engine(2).stored(prompt(2)), engine(2).stored(prompt(3)))
+    rig.writer.evict(10, rig.writer.streams[b])
+    assert rig.held(prompt(1))["A"] == (40, 40, 40)
+    assert rig.held(prompt(2))["B"] == (0, 0, 0)
+    assert rig.held(prompt(3))["B"] == (40, 40, 40)
 
 
 def test_ev26_a_producer_that_never_removes_is_bounded_oldest_first(rig: Any, engine: Any) -> None:
@@ -80,7 +105,7 @@ def test_ev26_a_producer_that_never_removes_is_bounded_oldest_first(rig: Any, en
 def test_eviction_takes_every_copy_and_keeps_the_chain_right(rig: Any, engine: Any) -> None:
     a, hasher = rig.follow("A"), engine()
     rig.say(a, hasher.stored(PROMPT), hasher.stored(PROMPT), hasher.stored(PROMPT, medium="CPU"))
-    rig.writer.evict(rig.writer.streams[a], 3)
+    rig.writer.evict(3)
     rig.check()
     assert rig.record(a).orphans == 1  # The first block that is left has a hole in front.
     assert rig.held(PROMPT) == {"A": (0, 0, 0)}
@@ -92,7 +117,7 @@ def test_eviction_takes_every_copy_and_keeps_the_chain_right(rig: Any, engine: A
 def test_a_removal_of_what_was_evicted_is_nothing(rig: Any, engine: Any) -> None:
     a, hasher = rig.follow("A"), engine()
     rig.say(a, hasher.stored(PROMPT))
-    rig.writer.evict(rig.writer.streams[a], 7)
+    rig.writer.evict(7, rig.writer.streams[a])
     rig.say(a, *hasher.removed(PROMPT))
     rig.check()
     assert rig.record(a).counters.unknown_removed == 7
@@ -103,11 +128,10 @@ def test_a_removal_of_what_was_evicted_is_nothing(rig: Any, engine: Any) -> None
 def test_every_held_block_has_its_place_in_the_order(rig: Any, engine: Any) -> None:
     a, hasher = rig.follow("A"), engine()
     rig.say(a, hasher.stored(PROMPT, 3), hasher.stored(PROMPT, 0, 3), *hasher.removed(PROMPT, 4, 6))
-    slot = rig.record(a).slot
     with rig.writer.env.begin() as txn:
         ages = {bytes(key) for key, _ in txn.cursor(rig.writer.tables.ages)}
         names = [rig.reader.name("A", 0, 0, engine_hash) for engine_hash in hasher.hashes(PROMPT)]
-    assert ages == {age_key(slot, name.age) for name in names if name is not None and name.held}
+    assert ages == {age_key(name.age) for name in names if name is not None and name.held}
     assert len(ages) == 5
 
 

@@ -239,7 +239,7 @@ def test_another_endpoint_replaces_the_stream(
     new.publish([engine(2).stored(PROMPT, 2, 3)], 1.0)
     caught_up(indexer, "A", 1)
     assert held(indexer) == {"A": 12}
-    until(lambda: entries(indexer) == [3, 0, 0, 3, 3])
+    until(lambda: sum(entries(indexer)) == 6)
 
 
 def test_ix03_a_stream_removed_with_10_000_batches_queued_leaves_nothing(
@@ -265,11 +265,11 @@ def test_ix03_a_stream_removed_with_10_000_batches_queued_leaves_nothing(
     busy.result(10)
     removed.result(10)
     assert indexer.reader.query("m", PROMPT) == []
-    until(lambda: entries(indexer) == [0, 0, 0, 0, 0])
+    until(lambda: not any(entries(indexer)))
     publisher.publish([engine().stored(PROMPT)], 1.0)
     register(indexer, "B", publishers())
     caught_up(indexer, "B", None)
-    assert entries(indexer) == [0, 0, 0, 0, 0]
+    assert not any(entries(indexer))
     assert held(indexer) == {"B": 0}
 
 
@@ -336,21 +336,18 @@ def test_going_on_is_tried_until_it_succeeds(
 
 
 @pytest.mark.usefixtures("quick_recovery")
-def test_pe02_a_full_map_stops_nothing_but_what_has_no_room(
-    indexers: Any, publishers: Any, engine: Any, caught_up: Any, until: Any, tables_agree: Any
+def test_pe02_more_at_once_than_the_map_has_room_for_is_taken_in_smaller_groups(
+    indexers: Any, publishers: Any, engine: Any, caught_up: Any, tables_agree: Any
 ) -> None:
-    indexer, publisher = indexers(map_size=1 << 20), publishers()
+    indexer, publisher = indexers(map_size=8 << 20), publishers()
     register(indexer, "A", publisher)
-    publisher.publish([engine().stored(PROMPT)], 1.0)
-    caught_up(indexer, "A", 0)
-    for number in range(30):
-        publisher.publish([engine().stored(range(number * 10_000, number * 10_000 + 4_000))], 1.0)
-    until(lambda: indexer.ingest.failures >= 2)
-    assert held(indexer) == {"A": 28}
-    last = record(indexer, "A").sequence
-    assert 0 <= last < 30
-    for number in range(last):
-        assert held(indexer, range(number * 10_000, number * 10_000 + 4_000))["A"] == 4_000
+    caught_up(indexer, "A", None)
+    for number in range(25):
+        publisher.publish([engine().stored(range(number * 100_000, number * 100_000 + 12_000))], 1.0)
+    caught_up(indexer, "A", 24)
+    assert indexer.ingest.failures > 0
+    assert held(indexer, range(2_400_000, 2_412_000)) == {"A": 12_000}
+    assert record(indexer, "A").counters.evicted > 0
     tables_agree(indexer.writer.env, indexer.writer.tables)
 
 

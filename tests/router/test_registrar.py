@@ -70,6 +70,7 @@ async def test_every_rank_with_events_is_registered_once() -> None:
         model_name="m",
         aliases=("alias",),
         dp_rank=1,
+        url="http://h:1",
     )
     assert [registrar.registered(stream) for stream in (("a", 0), ("a", 1), ("b", 0))] == [True, True, False]
 

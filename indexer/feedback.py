@@ -1,0 +1,133 @@
+"""What an engine's answer says about the map: the prompt tokens that were cached, against what is known.
+
+By the time an answer comes, the engine has stored what it missed, and announced it. So an answer speaks of
+the map as it was when its request was sent, at a generation and a sequence of the stream, and changes only
+what no batch has touched since.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from indexer.changes import Changes
+from indexer.corrections import Corrections
+from indexer.layout import StreamKey, StreamRecord
+from indexer.outcome import Outcome, refused
+from indexer.reader import WEIGHTS
+
+WRONG_STEP = 0.1
+WRONG_FORGOTTEN = 0.005
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """One answer. ``keys`` are of the prompt's whole blocks, ``usable`` how many the engine could have taken.
+
+    ``generation`` and ``sequence`` are the stream's when the request was sent, ``predicted_tokens`` what was
+    expected then.
+    """
+
+    stream: StreamKey
+    generation: int
+    sequence: int | None
+    keys: list[bytes]
+    usable: int
+    block_size: int
+    cached_tokens: int
+    predicted_tokens: int | None = None
+
+
+def learn(
+    changes: Changes, record: StreamRecord, corrections: Corrections, answered: Answered, now: float
+) -> Outcome:
+    """Corrects what is known of a stream; ``now`` is on the map's clock. Changes ``record`` if anything."""
+    since = -1 if answered.sequence is None else answered.sequence
+    if record.state not in WEIGHTS:
+        return refused("state")
+    if answered.generation != record.generation:
+        return refused("generation")
+    if since < corrections.touched.floor:
+        return refused("too_old")
+    outcome = Outcome()
+    cached = min(answered.cached_tokens // answered.block_size, len(answered.keys))
+    outcome.ended += _confirm(changes, record, corrections, answered, cached, now)
+    outcome.believed = _believe(changes, record, corrections, answered, cached, now)
+    if cached < answered.usable:
+        _deny(changes, record, corrections, answered.keys[cached], since, now, outcome)
+    if outcome.reason is None:
+        _judge(record, answered)
+    return outcome
+
+
+def _confirm(
+    changes: Changes,
+    record: StreamRecord,
+    corrections: Corrections,
+    answered: Answered,
+    cached: int,
+    now: float,
+) -> int:
+    """Of what was cached, a denial ends, and a belief lasts longer."""
+    there = answered.keys[:cached]
+    if corrections.believed:
+        for block in there:
+            if block in corrections.believed:
+                corrections.believe(changes, record, block, now)
+    denied = [block for block in there if block in corrections.denied]
+    return corrections.end(changes, record, denied)
+
+
+def _believe(
+    changes: Changes,
+    record: StreamRecord,
+    corrections: Corrections,
+    answered: Answered,
+    cached: int,
+    now: float,
+) -> int:
+    """What was cached and is unknown, beyond what was predicted, because that was known."""
+    since = -1 if answered.sequence is None else answered.sequence
+    known = min(answered.predicted_tokens or 0, answered.cached_tokens) // answered.block_size
+    believed = 0
+    for block in answered.keys[known:cached]:
+        if block in corrections.believed:
+            believed += 1
+        elif not _holds(changes, record, block) and not corrections.touched.since(block, since):
+            corrections.believe(changes, record, block, now)
+            believed += 1
+    return believed
+
+
+def _deny(
+    changes: Changes,
+    record: StreamRecord,
+    corrections: Corrections,
+    block: bytes,
+    since: int,
+    now: float,
+    outcome: Outcome,
+) -> None:
+    """The first block that the engine did not have; those behind it may be there, and cannot be used."""
+    if corrections.touched.since(block, since):
+        outcome.reason = "touched_since"
+        return
+    if block in corrections.believed:
+        outcome.ended += corrections.end(changes, record, [block])
+    if _holds(changes, record, block):
+        corrections.deny(changes, record, block, now)
+        outcome.denied = 1
+
+
+def _holds(changes: Changes, record: StreamRecord, block: bytes) -> bool:
+    """Whether events say that the stream holds a block, in any tier."""
+    gpu, cpu, disk = changes.holders(block)
+    return bool((gpu | cpu | disk) >> record.slot & 1)
+
+
+def _judge(record: StreamRecord, answered: Answered) -> None:
+    """How wrong the stream's predictions are, averaged over answers that could be judged."""
+    predicted = answered.predicted_tokens
+    if not predicted:
+        return
+    over = max(0, predicted - answered.cached_tokens) / predicted
+    wrong = record.wrong + WRONG_STEP * (over - record.wrong)
+    record.wrong = 0.0 if wrong < WRONG_FORGOTTEN else wrong

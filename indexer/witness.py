@@ -1,0 +1,148 @@
+"""When each replica's process started, by its own metrics: a witness of restarts beside the event stream.
+
+vLLM's ``/metrics`` has ``process_start_time_seconds``, except where one server runs several API processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable
+
+import aiohttp
+import msgspec
+
+from events.inbox import StreamId
+from events.logs import Throttled
+from indexer.errors import IndexerError
+from indexer.ingest import Ingest
+from indexer.reader import MapReader
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.25
+ASK_EVERY_S = 10.0
+RETRY_S = 1.0
+ANSWER_TIMEOUT_S = 2.0
+COMMIT_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 4 << 20
+_START = re.compile(rb"^process_start_time_seconds(?:\{[^}\n]*\})?[ \t]+(\S+)", re.MULTILINE)
+
+
+def start_time(metrics: bytes) -> float | None:
+    """``process_start_time_seconds`` of a Prometheus text; None when it has none, or several that differ."""
+    try:
+        told = {float(value) for value in _START.findall(metrics)}
+    except ValueError:
+        return None
+    return told.pop() if len(told) == 1 and all(0 < at < float("inf") for at in told) else None
+
+
+class _Turn(msgspec.Struct):
+    """When a stream's replica is asked next, and since when it was connected when it was asked last."""
+
+    connected_at: float
+    due: float = 0.0
+
+
+class Witness:
+    """A task that asks the replicas whose URL is registered: when a stream (re)connects, and then regularly.
+
+    ``clock`` must be the ingest's.
+    """
+
+    def __init__(
+        self,
+        ingest: Ingest,
+        reader: MapReader,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ingest = ingest
+        self._reader = reader
+        self._clock = clock
+        self._turns: dict[StreamId, _Turn] = {}
+        self._throttled = Throttled(log, clock)
+        self._task: asyncio.Task[None] | None = None
+        self.failures = 0
+
+    def start(self) -> None:
+        """Begins to ask, on the running loop."""
+        self._task = asyncio.create_task(self._run(), name="witness")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                try:
+                    await self.look(session)
+                except Exception as error:
+                    # The witness is one of three; it must outlive any answer, and any state of the map.
+                    self._throttled.warning("look", "no replica was asked when it started: %r", error)
+                await asyncio.sleep(LOOK_S)
+
+    async def look(self, session: aiohttp.ClientSession) -> None:
+        """Asks those that are due, each URL once. Raises MapError."""
+        due: dict[str, list[StreamId]] = {}
+        for stream, url in self._due(self._clock()):
+            due.setdefault(url, []).append(stream)
+        await asyncio.gather(*(self._ask(session, url, streams) for url, streams in due.items()))
+
+    def _due(self, now: float) -> Iterable[tuple[StreamId, str]]:
+        turns: dict[StreamId, _Turn] = {}
+        for status in self._reader.streams():
+            stream, url = status.record.id, status.record.registration.url
+            machine = self._ingest.machine(stream)
+            connected_at = machine.connected_at if machine else None
+            if url is None or connected_at is None:
+                continue
+            turn = self._turns.get(stream)
+            if turn is None or turn.connected_at != connected_at:
+                turn = _Turn(connected_at)
+            turns[stream] = turn
+            if now >= turn.due:
+                yield stream, url
+        self._turns = turns
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str, streams: list[StreamId]) -> None:
+        asked = self._clock()
+        at: float | None = None
+        pause = RETRY_S
+        try:
+            at = start_time(await _read(session, url.rstrip("/") + "/metrics"))
+            pause = ASK_EVERY_S
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            self.failures += 1
+            why = str(error) or type(error).__name__
+            self._throttled.warning(url, "%s does not say when it started: %s", url, why)
+        for stream in streams:
+            if stream in self._turns:
+                self._turns[stream].due = asked + pause
+            if at is not None:
+                await self._tell(stream, at, asked)
+
+    async def _tell(self, stream: StreamId, at: float, asked: float) -> None:
+        try:
+            told = self._ingest.process_started(stream, at, asked)
+            await asyncio.wait_for(asyncio.wrap_future(told), timeout=COMMIT_TIMEOUT_S)
+        except (IndexerError, TimeoutError) as error:
+            self._throttled.warning("tell", "a start time could not be used: %s", error)
+
+
+async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+    """The body of an answer, bounded. Raises aiohttp.ClientError."""
+    async with session.get(url, allow_redirects=False) as response:
+        response.raise_for_status()
+        body = bytearray()
+        async for chunk in response.content.iter_any():
+            body += chunk
+            if len(body) > MAX_ANSWER_BYTES:
+                raise aiohttp.ClientPayloadError(f"its metrics are larger than {MAX_ANSWER_BYTES} bytes")
+    return bytes(body)
