@@ -31,7 +31,7 @@ lint: .venv/tested
 	$(BIN)/lint-imports --no-cache
 
 bench: .venv/tested  ## Benchmarks; see docs/benchmarks.md
-	$(BIN)/python -m pytest tests/bench --override-ini=norecursedirs= -s
+	$(BIN)/python -m pytest tests/bench --override-ini=norecursedirs=data -s
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

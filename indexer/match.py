@@ -1,8 +1,8 @@
 """How many leading blocks of a prompt each slot holds.
 
 A key names its whole prefix, and engines evict tail first, so what a healthy slot holds of a prompt is a
-leading run. It is enough to look at every 32nd block, and to walk only where the set of holders changes. A
-slot with holes (blocks whose parent it does not hold) is walked block by block.
+leading run. It is enough to look at every 32nd block, and to search by halves where the set of holders
+changes. A slot with holes (blocks whose parent it does not hold) is walked block by block.
 """
 
 from __future__ import annotations
@@ -24,33 +24,49 @@ def match(lookup: Lookup, keys: Sequence[bytes], slots: int, holey: int = 0) -> 
         return {}
     first = lookup(keys[0]) & slots
     matched: dict[int, int] = {}
-    _walk(lookup, keys, first & holey, 1, len(keys), matched)
+    _walk(lookup, keys, first & holey, matched)
     held, at = first & ~holey, 1
     while held and at < len(keys):
         end = min(at + STRIDE, len(keys))
-        if held & ~lookup(keys[end - 1]):
-            held = _walk(lookup, keys, held, at, end, matched)
+        lost = held & ~lookup(keys[end - 1])
+        _locate(lookup, keys, lost, at, end, matched)
+        held &= ~lost
         at = end
     for slot in _bits(held):
         matched[slot] = len(keys)
     return matched
 
 
-def _walk(
-    lookup: Lookup, keys: Sequence[bytes], held: int, start: int, end: int, matched: dict[int, int]
-) -> int:
-    """Looks at every block in ``start`` to ``end``; notes who lost it where, and gives those left."""
-    for number in range(start, end):
+def _locate(
+    lookup: Lookup, keys: Sequence[bytes], lost: int, start: int, end: int, matched: dict[int, int]
+) -> None:
+    """Notes where in ``start`` to ``end`` each slot of ``lost`` ends, which all hold what is before."""
+    searches = [(lost, start, end)] if lost else []
+    while searches:
+        lost, start, end = searches.pop()
+        if end - start == 1:
+            for slot in _bits(lost):
+                matched[slot] = start
+            continue
+        middle = (start + end) // 2
+        beyond = lost & lookup(keys[middle - 1])
+        if beyond:
+            searches.append((beyond, middle, end))
+        if lost & ~beyond:
+            searches.append((lost & ~beyond, start, middle))
+
+
+def _walk(lookup: Lookup, keys: Sequence[bytes], held: int, matched: dict[int, int]) -> None:
+    """Looks at every block behind the first; notes where each slot of ``held`` ends."""
+    for number in range(1, len(keys)):
         if not held:
-            return 0
+            return
         lost = held & ~lookup(keys[number])
         for slot in _bits(lost):
             matched[slot] = number
         held &= ~lost
-    if end == len(keys):
-        for slot in _bits(held):
-            matched[slot] = end
-    return held
+    for slot in _bits(held):
+        matched[slot] = len(keys)
 
 
 def _bits(bitmap: int) -> Iterator[int]:
