@@ -8,6 +8,7 @@ from indexer.keys import block_keys, extra_bytes, local_hashes, next_key, root_k
 from indexer.layout import (
     GPU,
     MAX_COPIES,
+    ONE_COPY,
     Name,
     StreamRecord,
     Waiting,
@@ -160,13 +161,13 @@ class StreamBlocks:
     def _append(self, key: bytes, block: bytes, parent: bytes, behind: Name | None, tier: int) -> Name:
         """Holds a block whose name is new: as :meth:`_hold` does, in fewer steps."""
         changes, record = self._changes, self._record
-        name = Name(block, parent)
-        name.copies[tier] = 1
+        name = Name(block, parent, ONE_COPY[tier])
         changes.hold(block, tier, self._bit)
         changes.save(key, name)
         self._stored.append(block)
         record.blocks += 1
-        record.lower_tiers = record.lower_tiers or tier != GPU
+        if tier != GPU:
+            record.lower_tiers = True
         name.age = changes.came(key)
         if behind is not None:
             behind.children += 1
@@ -181,7 +182,7 @@ class StreamBlocks:
         if not name.copies[tier]:
             changes.hold(name.key, tier, self._bit)
             record.lower_tiers = record.lower_tiers or tier != GPU
-        name.copies[tier] = min(MAX_COPIES, name.copies[tier] + copies)
+        name.add(tier, copies)
         changes.save(key, name)
         self._stored.append(name.key)
         if was_held:
@@ -198,7 +199,7 @@ class StreamBlocks:
 
     def _release(self, key: bytes, name: Name, tier: int) -> None:
         """Takes a copy away; a block with none left leaves the chain."""
-        name.copies[tier] -= 1
+        name.add(tier, -1)
         self._changes.save(key, name)
         self._removed.append(name.key)
         if name.copies[tier]:

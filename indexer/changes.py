@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 import lmdb
 
 from indexer.layout import (
+    AGE_BYTES,
     CPU,
     GPU,
     META_AGE,
@@ -44,9 +45,9 @@ class Changes:
         self._get = cast(Callable[..., bytes | None], txn.get)
         self._tables = tables
         self._names: dict[bytes, Name | None] = {}
-        self._changed_names: set[bytes] = set()
+        self._changed_names: dict[bytes, Name | None] = {}
         self._holders: dict[bytes, Holders] = {}
-        self._changed_holders: set[bytes] = set()
+        self._changed_holders: dict[bytes, Holders] = {}
         self._waiting: dict[bytes, Waiting | None] = {}
         self._changed_waiting: set[bytes] = set()
         self._came: dict[int, bytes] = {}
@@ -78,8 +79,7 @@ class Changes:
 
     def save(self, key: bytes, name: Name | None) -> None:
         """Stages a changed name, or its removal."""
-        self._names[key] = name
-        self._changed_names.add(key)
+        self._names[key] = self._changed_names[key] = name
 
     def holders(self, key: bytes) -> Holders:
         """Who holds the block with this block key."""
@@ -91,21 +91,21 @@ class Changes:
 
     def hold(self, key: bytes, tier: int, slots: int) -> None:
         """Stages that the ``slots`` (a bitmap) hold a block in ``tier``."""
-        gpu, cpu, disk = self.holders(key)
-        self._changed_holders.add(key)
+        gpu, cpu, disk = self._holders.get(key) or self.holders(key)
         if tier == GPU:
-            self._holders[key] = (gpu | slots, cpu, disk)
+            held = (gpu | slots, cpu, disk)
         elif tier == CPU:
-            self._holders[key] = (gpu, cpu | slots, disk)
+            held = (gpu, cpu | slots, disk)
         else:
-            self._holders[key] = (gpu, cpu, disk | slots)
+            held = (gpu, cpu, disk | slots)
+        self._holders[key] = self._changed_holders[key] = held
 
     def unhold(self, key: bytes, tier: int, slots: int) -> None:
         """Stages that the ``slots`` (a bitmap) no longer hold a block in ``tier``."""
         self.hold(key, tier, slots)
         holders = list(self._holders[key])
         holders[tier] ^= slots
-        self._holders[key] = (holders[0], holders[1], holders[2])
+        self._holders[key] = self._changed_holders[key] = (holders[0], holders[1], holders[2])
 
     def waiting(self, key: bytes) -> Waiting | None:
         """The block with this names key that waits for its parent."""
@@ -190,10 +190,8 @@ class Changes:
 
     def flush(self) -> None:
         """Writes everything. Raises lmdb.MapFullError."""
-        names, staged = self._tables.names, self._names
-        self._write(names, [(key, staged[key]) for key in self._changed_names], Name.encode)
-        held = [(key, self._holders[key]) for key in self._changed_holders]
-        holders = [(key, None if each == NOBODY else each) for key, each in held]
+        self._write(self._tables.names, list(self._changed_names.items()), Name.encode)
+        holders = [(key, None if held == NOBODY else held) for key, held in self._changed_holders.items()]
         self._write(self._tables.blocks, holders, encode_holders)
         waiting = [(key, self._waiting[key]) for key in self._changed_waiting]
         self._write(self._tables.waiting, waiting, encode_waiting)
@@ -205,7 +203,9 @@ class Changes:
             self._txn.delete(age_key(age), db=self._tables.ages)
         if self._came:
             with self._txn.cursor(self._tables.ages) as cursor:
-                cursor.putmulti([(age_key(age), name) for age, name in self._came.items()], append=True)
+                cursor.putmulti(
+                    [(age.to_bytes(AGE_BYTES, "big"), name) for age, name in self._came.items()], append=True
+                )
             self.put_meta(META_AGE, str(self._age).encode())
 
     def _write(

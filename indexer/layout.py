@@ -94,6 +94,10 @@ def decode_holders(value: bytes) -> Holders:
 
 
 _NAME = struct.Struct("<8s3BII6s")
+_pack_name = _NAME.pack
+Copies = tuple[int, int, int]
+NO_COPIES: Copies = (0, 0, 0)
+ONE_COPY: tuple[Copies, ...] = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
 AGE_BYTES = 6
 MAX_COPIES = 255
 
@@ -109,27 +113,33 @@ class Name:
 
     __slots__ = ("age", "children", "copies", "ghosts", "key", "parent")
 
-    def __init__(self, key: bytes, parent: bytes) -> None:
+    def __init__(self, key: bytes, parent: bytes, copies: Copies = NO_COPIES) -> None:
         self.key = key
         self.parent = parent
-        self.copies = [0, 0, 0]
+        self.copies = copies
         self.children = 0
         self.ghosts = 0
         self.age = 0
 
     @property
     def held(self) -> bool:
-        return any(self.copies)
+        return self.copies != NO_COPIES
+
+    def add(self, tier: int, copies: int) -> None:
+        """More copies in a tier, or fewer; as many as can be counted."""
+        counts = list(self.copies)
+        counts[tier] = min(MAX_COPIES, counts[tier] + copies)
+        self.copies = (counts[0], counts[1], counts[2])
 
     def encode(self) -> bytes:
+        gpu, cpu, disk = self.copies
         age = self.age.to_bytes(AGE_BYTES, "big")
-        return _NAME.pack(self.key, *self.copies, self.children, self.ghosts, age) + self.parent
+        return _pack_name(self.key, gpu, cpu, disk, self.children, self.ghosts, age) + self.parent
 
     @classmethod
     def decode(cls, value: bytes) -> Name:
         key, gpu, cpu, disk, children, ghosts, age = _NAME.unpack_from(value)
-        name = cls(key, value[_NAME.size :])
-        name.copies = [gpu, cpu, disk]
+        name = cls(key, value[_NAME.size :], (gpu, cpu, disk))
         name.children = children
         name.ghosts = ghosts
         name.age = int.from_bytes(age, "big")

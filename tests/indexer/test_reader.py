@@ -135,7 +135,7 @@ def test_a_block_knows_its_holders_by_key_and_by_engine_hash(rig: Any, engine: A
     rig.say(a, engine(1).stored(PROMPT), engine(1).stored(PROMPT, 0, 1, medium="CPU"))
     rig.say(b, engine(2).stored(PROMPT, 0, 1, medium="STORAGE"))
     name = rig.reader.name("A", 0, 0, engine(1).hashes(PROMPT)[0])
-    assert name.copies == [1, 1, 0]
+    assert name.copies == (1, 1, 0)
     holders = [(record.id, tiers) for record, tiers in rig.reader.holders(name.key)]
     assert holders == [(("A", 0), ["gpu", "cpu"]), (("B", 0), ["disk"])]
     assert rig.reader.name("A", 0, 0, engine(2).hashes(PROMPT)[0]) is None
