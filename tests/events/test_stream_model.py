@@ -458,9 +458,9 @@ class Life:
             machine.time_passes(seconds=random.choice([0.1, 1.0, 4.9, 5.0, 5.0, 11.0, 31.0, 301.0]))
 
     def ask_when_it_started(self, machine: EngineThatSaysWhenItStarted) -> None:
-        if self.chance(0.3):
+        if machine.reading is None and self.chance(0.4):
             machine.start_is_asked()
-        if machine.reading and not machine.live_line and not machine.replay_line and self.chance():
+        if machine.reading and not machine.live_line and not machine.replay_line and self.chance(0.3):
             machine.start_is_told()
 
     def check(self) -> None:
