@@ -114,13 +114,17 @@ class StreamBlocks:
         while before is None and number < len(names):
             waiting = Waiting(parent, locals_[number], extras[number] if extras else b"", [0, 0, 0])
             before = self._wait(names[number], waiting, tier)
-            parent, behind = event.hashes[number], changes.name(names[number])
+            parent = event.hashes[number]
             number += 1
+        behind = changes.name(prefix + parent) if parent else None
         while before is not None and number < len(names):
             blocks = block_keys(before, locals_[number:], extras[number:])
             changes.fetch(names[number:], blocks)
+            if changes.all_new(names[number:]) and not self._record.waiting:
+                self._append(names[number:], blocks, [parent, *event.hashes[number:]], behind, tier)
+                break
             for block in blocks:
-                behind = self._store(names[number], block, parent, behind, tier)
+                behind = self._store(names[number], block, parent, tier)
                 parent, before = event.hashes[number], behind.key
                 number += 1
                 if before != block:
@@ -138,11 +142,26 @@ class StreamBlocks:
 
     # one block
 
-    def _store(self, key: bytes, block: bytes, parent: bytes, behind: Name | None, tier: int) -> Name:
-        """Holds one more copy of a block behind ``behind``. A known engine hash keeps the content it has."""
+    def _append(
+        self, names: list[bytes], blocks: list[bytes], parents: list[bytes], behind: Name | None, tier: int
+    ) -> None:
+        """Holds a chain of which no name is known yet: as :meth:`_hold` does block by block, in one go."""
+        changes, record = self._changes, self._record
+        changes.append(names, blocks, parents, ONE_COPY[tier])
+        for block in blocks:
+            changes.hold(block, tier, self._bit)
+        self._stored += blocks
+        record.blocks += len(names)
+        if tier != GPU:
+            record.lower_tiers = True
+        if behind is not None:
+            behind.children += 1
+            record.orphans += not behind.held
+            changes.save(names[0][:3] + parents[0], behind)
+
+    def _store(self, key: bytes, block: bytes, parent: bytes, tier: int) -> Name:
+        """Holds one more copy of a block. A known engine hash keeps the content it has."""
         name = self._changes.name(key)
-        if name is None and not self._record.waiting:
-            return self._append(key, block, parent, behind, tier)
         if name is None:
             name = Name(block, parent)
         elif name.key != block:
@@ -156,23 +175,6 @@ class StreamBlocks:
                 self._record.counters.contradictions += 1
                 self._settle(key, waiting, name)
             self._resolve(key, name.key)
-        return name
-
-    def _append(self, key: bytes, block: bytes, parent: bytes, behind: Name | None, tier: int) -> Name:
-        """Holds a block whose name is new: as :meth:`_hold` does, in fewer steps."""
-        changes, record = self._changes, self._record
-        name = Name(block, parent, ONE_COPY[tier])
-        changes.hold(block, tier, self._bit)
-        changes.save(key, name)
-        self._stored.append(block)
-        record.blocks += 1
-        if tier != GPU:
-            record.lower_tiers = True
-        name.age = changes.came(key)
-        if behind is not None:
-            behind.children += 1
-            record.orphans += not behind.held
-            changes.save(key[:3] + parent, behind)
         return name
 
     def _hold(self, key: bytes, name: Name, tier: int, copies: int) -> None:
@@ -245,7 +247,7 @@ class StreamBlocks:
         changes, record = self._changes, self._record
         name = changes.name(key)
         if name is not None:
-            return self._store(key, name.key, name.parent, None, tier).key
+            return self._store(key, name.key, name.parent, tier).key
         known = changes.waiting(key)
         if known is None and record.waiting >= MAX_WAITING:
             record.counters.skip("waiting_full")

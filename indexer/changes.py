@@ -19,6 +19,7 @@ from indexer.layout import (
     GPU,
     META_AGE,
     NOBODY,
+    Copies,
     Holders,
     Name,
     Tables,
@@ -44,8 +45,8 @@ class Changes:
         self._txn = txn
         self._get = cast(Callable[..., bytes | None], txn.get)
         self._tables = tables
-        self._names: dict[bytes, Name | None] = {}
-        self._changed_names: dict[bytes, Name | None] = {}
+        self._names: dict[bytes, Name | bytes | None] = {}  # bytes: not looked at since it was encoded
+        self._changed_names: dict[bytes, Name | bytes | None] = {}
         self._holders: dict[bytes, Holders] = {}
         self._changed_holders: dict[bytes, Holders] = {}
         self._waiting: dict[bytes, Waiting | None] = {}
@@ -60,7 +61,7 @@ class Changes:
         self._names.update(dict.fromkeys(wanted))
         with self._txn.cursor(self._tables.names) as cursor:
             for key, value in cast(Pairs, cursor.getmulti(wanted)):
-                self._names[key] = Name.decode(value)
+                self._names[key] = value
         wanted = [key for key in blocks if key not in self._holders]
         self._holders.update(dict.fromkeys(wanted, NOBODY))
         with self._txn.cursor(self._tables.blocks) as cursor:
@@ -70,12 +71,26 @@ class Changes:
     def name(self, key: bytes) -> Name | None:
         """The name with this names key. Say :meth:`save` after changing it."""
         try:
-            return self._names[key]
+            name = self._names[key]
         except KeyError:
-            value = self._get(key, db=self._tables.names)
-            name = None if value is None else Name.decode(value)
-            self._names[key] = name
-            return name
+            name = self._get(key, db=self._tables.names)
+        if isinstance(name, bytes):
+            name = Name.decode(name)
+        self._names[key] = name
+        return name
+
+    def all_new(self, keys: list[bytes]) -> bool:
+        """Whether none of these names keys, just fetched, has a name, and none is there twice."""
+        return len(set(keys)) == len(keys) and not any(map(self._names.__getitem__, keys))
+
+    def append(self, keys: list[bytes], blocks: list[bytes], parents: list[bytes], copies: Copies) -> None:
+        """Stages a chain of new names."""
+        first = self._age + 1
+        self._age += len(keys)
+        self._came.update(zip(range(first, first + len(keys)), keys, strict=True))
+        rows = dict(zip(keys, Name.encode_chain(blocks, parents, copies, first), strict=True))
+        self._names.update(rows)
+        self._changed_names.update(rows)
 
     def save(self, key: bytes, name: Name | None) -> None:
         """Stages a changed name, or its removal."""
@@ -190,7 +205,8 @@ class Changes:
 
     def flush(self) -> None:
         """Writes everything. Raises lmdb.MapFullError."""
-        self._write(self._tables.names, list(self._changed_names.items()), Name.encode)
+        rows = {key: _encode_name(name) for key, name in self._changed_names.items()}
+        self._write(self._tables.names, list(rows.items()), bytes)
         holders = [(key, None if held == NOBODY else held) for key, held in self._changed_holders.items()]
         self._write(self._tables.blocks, holders, encode_holders)
         waiting = [(key, self._waiting[key]) for key in self._changed_waiting]
@@ -222,3 +238,7 @@ class Changes:
         if puts:
             with self._txn.cursor(table) as cursor:
                 cursor.putmulti(puts)
+
+
+def _encode_name(name: Name | bytes | None) -> bytes | None:
+    return name.encode() if isinstance(name, Name) else name

@@ -136,6 +136,17 @@ class Name:
         age = self.age.to_bytes(AGE_BYTES, "big")
         return _pack_name(self.key, gpu, cpu, disk, self.children, self.ghosts, age) + self.parent
 
+    @staticmethod
+    def encode_chain(blocks: list[bytes], parents: list[bytes], copies: Copies, age: int) -> list[bytes]:
+        """Names of new blocks that follow each other; the first has the age ``age``."""
+        gpu, cpu, disk = copies
+        rows = [
+            _pack_name(block, gpu, cpu, disk, 1, 0, (age + number).to_bytes(AGE_BYTES, "big")) + parent
+            for number, (block, parent) in enumerate(zip(blocks[:-1], parents, strict=False))
+        ]
+        last = (age + len(rows)).to_bytes(AGE_BYTES, "big")
+        return [*rows, _pack_name(blocks[-1], gpu, cpu, disk, 0, 0, last) + parents[len(rows)]]
+
     @classmethod
     def decode(cls, value: bytes) -> Name:
         key, gpu, cpu, disk, children, ghosts, age = _NAME.unpack_from(value)
