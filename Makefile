@@ -31,7 +31,8 @@ lint: .venv/tested
 	$(BIN)/lint-imports --no-cache
 
 bench: .venv/tested  ## Benchmarks; see docs/benchmarks.md
-	$(BIN)/python -m pytest tests/bench --override-ini=norecursedirs=data -s
+	WARMROUTE_PEER_PYTHON=$(WARMROUTE_PEER_PYTHON) $(BIN)/python -m pytest tests/bench \
+		--override-ini=norecursedirs=data --timeout=900 -s
 
 clean:
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
