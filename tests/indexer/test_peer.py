@@ -1,7 +1,8 @@
 """Our answers beside those of Dynamo's standalone indexer, on the same publishers, and beside the truth.
 
-Where engines hash with seeds of their own, or announce a block twice, the peer is not asked: it takes hashes of
-replicas for comparable and counts no copies (docs/wire.md). Skipped where the peer is not installed: ``WARMROUTE_PEER_PYTHON`` names a Python that has ``ai-dynamo``.
+Where engines hash with seeds of their own, or announce a block twice, the peer is not asked: docs/wire.md
+says how it differs. Skipped where the peer is not installed: ``WARMROUTE_PEER_PYTHON`` names a Python that has
+``ai-dynamo``.
 """
 
 from __future__ import annotations
