@@ -1,8 +1,7 @@
 """Our answers beside those of Dynamo's standalone indexer, on the same publishers, and beside the truth.
 
-Where engines hash with seeds of their own, or announce a block twice, the peer is not asked: docs/wire.md
-says how it differs. Skipped where the peer is not installed: ``WARMROUTE_PEER_PYTHON`` names a Python that has
-``ai-dynamo``.
+Engines here hash alike and announce no block twice: docs/wire.md says how the peer differs where they do.
+Skipped where it is not installed: ``WARMROUTE_PEER_PYTHON`` names a Python that has ``ai-dynamo``.
 """
 
 from __future__ import annotations
