@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from events.stream import Connected
 from indexer.bounds import EVICT_ABOVE, EVICT_BELOW, EVICT_STEP, Bounds, Eviction
 from indexer.errors import SettingsError
+from indexer.ingest import GROUP_SIGNALS
 from indexer.layout import StreamRecord, age_key
 from indexer.registration import Registration
 from indexer.settings import IndexerSettings
@@ -160,4 +162,25 @@ def test_ix13_the_file_stops_growing_under_churn(make_rig: Any, engine: Any, tmp
 
     after_20 = churn(0, 20)
     assert churn(20, 60) <= after_20 * 1.1
+    rig.check()
+
+
+def test_pe02_a_group_for_which_there_is_no_room_is_followed_by_smaller_ones(
+    make_rig: Any, engine: Any, until: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.ingest.RECOVERY_PAUSE_S", 0.01)
+    rig = make_rig(tmp_path, map_size=2 << 20)
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, hasher.stored(PROMPT))
+    frames = [rig.frame(a, hasher.stored(prompt(number, 1_000))) for number in range(1, 30)]
+    rig.ingest.start()
+    try:
+        rig.feed.inbox.put(a, Connected())
+        for stream, frame in frames:
+            rig.feed.inbox.put(stream, frame)
+        until(lambda: rig.ingest.failures)
+        assert rig.ingest._group_signals < GROUP_SIGNALS
+        assert rig.held(PROMPT)["A"] == (28, 28, 28)  # What was committed stays.
+    finally:
+        rig.ingest.stop()
     rig.check()

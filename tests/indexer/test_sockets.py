@@ -336,26 +336,10 @@ def test_going_on_is_tried_until_it_succeeds(
 
 
 @pytest.mark.usefixtures("quick_recovery")
-def test_pe02_more_at_once_than_the_map_has_room_for_is_taken_in_smaller_groups(
-    indexers: Any, publishers: Any, engine: Any, caught_up: Any, tables_agree: Any
-) -> None:
-    indexer, publisher = indexers(map_size=8 << 20), publishers()
-    register(indexer, "A", publisher)
-    caught_up(indexer, "A", None)
-    for number in range(25):
-        publisher.publish([engine().stored(range(number * 100_000, number * 100_000 + 12_000))], 1.0)
-    caught_up(indexer, "A", 24)
-    assert indexer.ingest.failures > 0
-    assert held(indexer, range(2_400_000, 2_412_000)) == {"A": 12_000}
-    assert record(indexer, "A").counters.evicted > 0
-    tables_agree(indexer.writer.env, indexer.writer.tables)
-
-
-@pytest.mark.usefixtures("quick_recovery")
 def test_pe02_a_reader_that_pins_old_pages_stops_nothing_for_good(
     indexers: Any, publishers: Any, engine: Any, caught_up: Any, until: Any
 ) -> None:
-    indexer, publisher, hasher = indexers(map_size=2 << 20), publishers(), engine()
+    indexer, publisher, hasher = indexers(map_size=4 << 20), publishers(), engine()
     register(indexer, "A", publisher)
     publisher.publish([hasher.stored(PROMPT)], 1.0)
     caught_up(indexer, "A", 0)
