@@ -19,6 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import click
 import msgspec
 from click.core import ParameterSource
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -163,10 +164,10 @@ def _check_packages() -> None:
             )
 
 
-def _quiet() -> None:
-    """For commands whose output is a result: only warnings are logged."""
+def _quiet(level: int = logging.WARNING) -> None:
+    """For commands whose output is a result: nothing below ``level`` is logged."""
     root = logging.getLogger()
-    root.setLevel(max(root.level, logging.WARNING))
+    root.setLevel(max(root.level, level))
 
 
 def _warn_of_misspelt_variables() -> None:
@@ -347,7 +348,7 @@ def verify(recordings: tuple[Path, ...], as_json: bool) -> None:
     """
     from indexer.verify import verify as verify_recording  # noqa: PLC0415
 
-    _quiet()
+    _quiet(logging.ERROR)  # A restart in a recording is a finding, not a fault.
     try:
         verdicts = [verify_recording(path) for path in recordings]
     except OSError as error:
@@ -363,10 +364,11 @@ def verify(recordings: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _print_verdicts(verdicts: list[Any]) -> None:
-    table = Table(title="Predicted against reported cached tokens, request by request")
+    title = "Predicted against reported cached tokens, request by request"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("recording", "replica"):
         table.add_column(name, no_wrap=True)
-    for name in ("checked", "hits", "exact", "over", "under", "restarts"):
+    for name in ("checked", "hits", "exact", "over", "under", "restarted"):
         table.add_column(name, justify="right")
     console = Console(markup=False)
     for verdict in verdicts:
