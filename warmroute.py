@@ -164,10 +164,10 @@ def _check_packages() -> None:
             )
 
 
-def _quiet(level: int = logging.WARNING) -> None:
-    """For commands whose output is a result: nothing below ``level`` is logged."""
+def _quiet() -> None:
+    """For commands whose output is a result: only warnings are logged."""
     root = logging.getLogger()
-    root.setLevel(max(root.level, level))
+    root.setLevel(max(root.level, logging.WARNING))
 
 
 def _warn_of_misspelt_variables() -> None:
@@ -348,7 +348,7 @@ def verify(recordings: tuple[Path, ...], as_json: bool) -> None:
     """
     from indexer.verify import verify as verify_recording  # noqa: PLC0415
 
-    _quiet(logging.ERROR)  # A restart in a recording is a finding, not a fault.
+    _quiet()
     try:
         verdicts = [verify_recording(path) for path in recordings]
     except OSError as error:
