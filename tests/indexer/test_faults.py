@@ -16,7 +16,7 @@ from events.stream import Connected
 from indexer.blocks import StreamBlocks
 from indexer.errors import MapError, MapSchemaError, RegistrationError
 from indexer.folder import DAMAGED_FILE, DATA_FILE
-from indexer.ingest import RELEARN_AFTER
+from indexer.followed import RELEARN_AFTER
 from indexer.layout import MAX_SLOTS
 from indexer.reader import MapReader
 from indexer.registration import Registration
@@ -48,7 +48,7 @@ def test_ev04_a_batch_that_cannot_be_applied_is_left_out_and_the_rest_goes_on(
         store(self, event)
 
     monkeypatch.setattr(StreamBlocks, "store", fails_on_group_7)
-    monkeypatch.setattr("indexer.ingest.POISON_AFTER", 1)
+    monkeypatch.setattr("indexer.followed.POISON_AFTER", 1)
     a, b = rig.follow("A"), rig.follow("B")
     rig.say(b, engine().stored(PROMPT))
     rig.ingest.start()

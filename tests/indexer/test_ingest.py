@@ -10,7 +10,7 @@ import pytest
 from events.publisher import encode
 from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded
 from indexer.errors import MapFullError, UnknownInstanceError
-from indexer.ingest import Ingest
+from indexer.followed import Followed
 from indexer.registration import Registration
 
 PROMPT = list(range(28))
@@ -287,7 +287,7 @@ def test_a_failing_group_applies_nothing_and_says_why(
     def fail(*_: Any) -> None:
         raise MapFullError("full")
 
-    monkeypatch.setattr(Ingest, "_note_state", fail)
+    monkeypatch.setattr(Followed, "note_state", fail)
     with pytest.raises(MapFullError):
         rig.ingest.step([rig.frame(b, engine().stored(PROMPT)), rig.frame(a, engine().stored(PROMPT, 2))])
     assert {name: tiers[0] for name, tiers in rig.held(PROMPT).items()} == {"A": 8, "B": 0}
