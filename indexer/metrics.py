@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -31,16 +31,21 @@ class IndexerMetrics:
             buckets=QUERY_BUCKETS,
         )
 
-    def watch(self, ingest: Ingest, reader: MapReader, subscriber: Subscriber) -> None:
-        """Adds the metrics that are read at scrape time."""
-        self.registry.register(_Streams(ingest, reader, subscriber))
+    def watch(
+        self, ingest: Ingest, reader: MapReader, subscriber: Subscriber, silent: Mapping[str, float]
+    ) -> None:
+        """Adds the metrics that are read at scrape time; ``silent`` as the witness has it, by URL."""
+        self.registry.register(_Streams(ingest, reader, subscriber, silent))
 
 
 class _Streams(Collector):
-    def __init__(self, ingest: Ingest, reader: MapReader, subscriber: Subscriber) -> None:
+    def __init__(
+        self, ingest: Ingest, reader: MapReader, subscriber: Subscriber, silent: Mapping[str, float]
+    ) -> None:
         self._ingest = ingest
         self._reader = reader
         self._subscriber = subscriber
+        self._silent = silent
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
@@ -53,6 +58,14 @@ class _Streams(Collector):
             return
 
     def _process(self) -> Iterator[Metric]:
+        silent = GaugeMetricFamily(
+            "warmroute_indexer_silent_seconds",
+            "How long a replica has completed requests without an event, seconds.",
+            labels=["url"],
+        )
+        for url, seconds in dict(self._silent).items():
+            silent.add_metric([url], seconds)
+        yield silent
         yield CounterMetricFamily(
             "warmroute_indexer_groups", "Committed groups of batches.", value=self._ingest.groups
         )

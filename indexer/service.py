@@ -94,7 +94,7 @@ class Indexer:
 
     def start(self) -> None:
         """Begins to follow the streams that the map knows."""
-        self.metrics.watch(self.ingest, self.reader, self.subscriber)
+        self.metrics.watch(self.ingest, self.reader, self.subscriber, self.witness.silent)
         self.ingest.start()
 
     def close(self) -> None:

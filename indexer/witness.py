@@ -1,24 +1,24 @@
-"""When each replica's process started, by its own metrics: a witness of restarts beside the event stream.
-
-vLLM's ``/metrics`` has ``process_start_time_seconds``, except where one server runs several API processes.
+"""What each replica's own metrics say beside the event stream: when its process started, which tells
+restarts, and how many requests it completed, which tells that its events do not come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable
 
 import aiohttp
 import msgspec
 
+from events.engine_metrics import EngineMetrics, read_engine_metrics
 from events.inbox import StreamId
 from events.logs import Throttled
 from indexer.errors import IndexerError
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
+from indexer.silence import SILENT_AFTER_S, Silence
 
 log = logging.getLogger(__name__)
 
@@ -28,29 +28,20 @@ RETRY_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
 COMMIT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 4 << 20
-_START = re.compile(rb"^process_start_time_seconds(?:\{[^}\n]*\})?[ \t]+(\S+)", re.MULTILINE)
-
-
-def start_time(metrics: bytes) -> float | None:
-    """``process_start_time_seconds`` of a Prometheus text; None when it has none, or several that differ."""
-    try:
-        told = {float(value) for value in _START.findall(metrics)}
-    except ValueError:
-        return None
-    return told.pop() if len(told) == 1 and all(0 < at < float("inf") for at in told) else None
 
 
 class _Turn(msgspec.Struct):
     """When a stream's replica is asked next, and since when it was connected when it was asked last."""
 
-    connected_at: float
+    connected_at: float | None
     due: float = 0.0
 
 
 class Witness:
     """A task that asks the replicas whose URL is registered: when a stream (re)connects, and then regularly.
 
-    ``clock`` must be the ingest's.
+    ``clock`` must be the ingest's. ``silent`` says for how long, in seconds, the replica at a URL has
+    completed requests without an event.
     """
 
     def __init__(
@@ -64,6 +55,8 @@ class Witness:
         self._reader = reader
         self._clock = clock
         self._turns: dict[StreamId, _Turn] = {}
+        self._silences: dict[str, Silence] = {}
+        self.silent: dict[str, float] = {}
         self._throttled = Throttled(log, clock)
         self._task: asyncio.Task[None] | None = None
         self.failures = 0
@@ -93,6 +86,10 @@ class Witness:
         due: dict[str, list[StreamId]] = {}
         for stream, url in self._due(self._clock()):
             due.setdefault(url, []).append(stream)
+        registered = {status.record.registration.url for status in self._reader.streams()}
+        for url in self._silences.keys() - registered:
+            self._silences.pop(url)
+            self.silent.pop(url, None)
         await asyncio.gather(*(self._ask(session, url, streams) for url, streams in due.items()))
 
     def _due(self, now: float) -> Iterable[tuple[StreamId, str]]:
@@ -101,7 +98,7 @@ class Witness:
             stream, url = status.record.id, status.record.registration.url
             machine = self._ingest.machine(stream)
             connected_at = machine.connected_at if machine else None
-            if url is None or connected_at is None:
+            if url is None or machine is None:
                 continue
             turn = self._turns.get(stream)
             if turn is None or turn.connected_at != connected_at:
@@ -113,10 +110,10 @@ class Witness:
 
     async def _ask(self, session: aiohttp.ClientSession, url: str, streams: list[StreamId]) -> None:
         asked = self._clock()
-        at: float | None = None
+        said = EngineMetrics()
         pause = RETRY_S
         try:
-            at = start_time(await _read(session, url.rstrip("/") + "/metrics"))
+            said = read_engine_metrics(await _read(session, url.rstrip("/") + "/metrics"))
             pause = ASK_EVERY_S
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             self.failures += 1
@@ -125,8 +122,34 @@ class Witness:
         for stream in streams:
             if stream in self._turns:
                 self._turns[stream].due = asked + pause
-            if at is not None:
-                await self._tell(stream, at, asked)
+            if said.started_at is not None:
+                await self._tell(stream, said.started_at, asked)
+        self._listen(url, said, asked)
+
+    def _listen(self, url: str, said: EngineMetrics, now: float) -> None:
+        """Warns of an engine whose events do not come, or that keeps nothing to tell of."""
+        records = [s.record for s in self._reader.streams() if s.record.registration.url == url]
+        if not records:
+            return
+        name = records[0].registration.instance
+        if said.prefix_caching is False:
+            self._throttled.warning(
+                f"caching {url}", "%s at %s has prefix caching off: it caches nothing, and says so", name, url
+            )
+        if said.requests is None:
+            return
+        silence = self._silences.setdefault(url, Silence())
+        batches = sum(record.counters.batches for record in records)
+        self.silent[url] = silence.look(batches, said.requests, now)
+        if self.silent[url] >= SILENT_AFTER_S:
+            self._throttled.warning(
+                f"silent {url}",
+                "no events of %s for %.0f s while %d requests completed at %s: `warmroute doctor` says why",
+                name,
+                self.silent[url],
+                silence.completed,
+                url,
+            )
 
     async def _tell(self, stream: StreamId, at: float, asked: float) -> None:
         try:

@@ -12,13 +12,14 @@ import zmq
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from events.engine_metrics import start_time
 from events.publisher import encode
 from events.schema import Event
 from indexer import witness as witness_module
 from indexer.errors import RegistrationError
 from indexer.registration import Registration
 from indexer.service import Indexer
-from indexer.witness import MAX_ANSWER_BYTES, Witness, start_time
+from indexer.witness import MAX_ANSWER_BYTES, Witness
 
 PROMPT = list(range(28))
 STARTED, LATER = 1_700_000_000.5, 1_700_000_500.25
