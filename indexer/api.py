@@ -131,7 +131,7 @@ def _local_hash(value: int) -> bytes:
 
 def _worker(records: list[StreamRecord]) -> dict[str, Any]:
     first = records[0].registration
-    ranks = {str(record.registration.dp_rank): record for record in records}
+    ranks = {str(record.id[1]): record for record in records}
     live = all(record.state == "live" for record in records)
     return {
         "instance_id": first.instance_id,
@@ -141,7 +141,11 @@ def _worker(records: list[StreamRecord]) -> dict[str, Any]:
         "block_size": records[0].block_size,
         "endpoints": {rank: record.registration.endpoint for rank, record in ranks.items()},
         "listeners": {
-            rank: {"endpoint": record.registration.endpoint, "status": record.state}
+            rank: {
+                "endpoint": record.registration.endpoint,
+                "status": record.state,
+                "registered": record.rank is None,
+            }
             for rank, record in ranks.items()
         },
     }

@@ -53,24 +53,25 @@ class DebugApi:
         )
 
     def _replica(self, status: StreamStatus) -> dict[str, Any]:
-        record, machine = status.record, self._ingest.machine(status.record.id)
+        record, machine = status.record, self._ingest.machine(status.record.port)
         registered = record.registration
-        faults = self._subscriber.faults.of(record.id)
+        faults = self._subscriber.faults.of(record.port)
         age = None if record.event_at is None else max(0.0, time.time() - record.event_at)
         return {
             "instance": registered.instance,
-            "rank": registered.dp_rank,
+            "rank": record.id[1],
+            "registered": record.rank is None,
             "model_name": registered.model_name,
             "aliases": registered.aliases,
             "endpoint": registered.endpoint,
             "replay_endpoint": registered.replay_endpoint,
             "state": status.state,
             "weight": status.weight,
-            "reason": self._subscriber.faults.broken.get(record.id, _reason(record)),
+            "reason": self._subscriber.faults.broken.get(record.port, _reason(record)),
             "accuracy": 1.0 - record.wrong,
             "sequence": record.sequence,
             "generation": record.generation,
-            "lag_batches": self._ingest.held(record.id),
+            "lag_batches": self._ingest.held(record.port),
             "event_age_s": age,
             "block_size": record.block_size,
             "hash_form": record.hash_form,
@@ -94,7 +95,7 @@ class DebugApi:
                 "gaps": machine.gaps if machine else 0,
                 "restarts": machine.restarts if machine else 0,
                 "replays_failed": machine.replays_failed if machine else 0,
-                "overflows": self._subscriber.inbox.overflows[record.id],
+                "overflows": self._subscriber.inbox.overflows[record.port],
             },
             "skipped": record.counters.skipped | faults,
         }

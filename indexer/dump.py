@@ -111,7 +111,7 @@ def _stream(record: StreamRecord) -> dict[str, Any]:
     registered = record.registration
     return {
         "instance": registered.instance,
-        "rank": registered.dp_rank,
+        "rank": record.id[1],
         "model_name": registered.model_name,
         "aliases": registered.aliases,
         "state": record.state,
@@ -144,7 +144,7 @@ def _stored(record: StreamRecord, engine_hash: bytes, name: Name) -> Iterator[di
                 "worker_id": record.registration.instance_id,
                 "storage_tier": tier,
                 "event": {"event_id": 0, "data": {"stored": stored}},
-                "dp_rank": record.registration.dp_rank,
+                "dp_rank": record.id[1],
             }
 
 

@@ -51,7 +51,7 @@ def _of_another_model(record: StreamRecord) -> dict[str, Any]:
     registered = record.registration
     return {
         "instance": registered.instance,
-        "rank": registered.dp_rank,
+        "rank": record.id[1],
         "state": record.state,
         "matched_tokens": 0,
         "why": f"it serves {registered.model_name!r}, another model",

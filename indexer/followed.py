@@ -1,4 +1,4 @@
-"""One stream that is followed: what its signals do to the map, within the group at hand."""
+"""One port that is followed: what its signals do to the map, within the group at hand."""
 
 from __future__ import annotations
 
@@ -12,22 +12,11 @@ from cachetools import TTLCache
 
 from events.inbox import StreamId
 from events.logs import Throttled
-from events.schema import (
-    AllBlocksCleared,
-    Batch,
-    BlockRemoved,
-    BlockStored,
-    Decoder,
-    PayloadError,
-    canonical_hash,
-)
+from events.schema import Batch, Decoder, PayloadError
 from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream, digest_of
-from indexer.blocks import PREFIX_KINDS
-from indexer.corrections import Corrections
 from indexer.errors import IndexerError
-from indexer.feedback import Answered, learn
 from indexer.layout import PARTIAL_TTL_S, StreamKey, StreamRecord
-from indexer.outcome import Outcome
+from indexer.rank import Rank
 from indexer.writer import Group, MapWriter
 
 log = logging.getLogger(__name__)
@@ -36,7 +25,8 @@ MAX_POISON = 1_000
 POISON_AFTER = 4
 MAX_SAID = 4_096
 SAY_AGAIN_S = 10.0
-RELEARN_AFTER = 8
+MAX_RANK = 4095
+MAX_RANKS = 128
 PURGED = "it was reset by request: what the engine still holds is not known"
 
 
@@ -46,6 +36,10 @@ class PoisonError(IndexerError):
     def __init__(self, stream: StreamId, payload: bytes, error: Exception) -> None:
         super().__init__(f"a batch of {title(stream)} cannot be applied: {error!r}")
         self.batch = (stream, digest_of(payload))
+
+
+class UnusableRankError(IndexerError):
+    """A batch whose rank can be none."""
 
 
 class Poison:
@@ -90,10 +84,14 @@ class Shared:
 
 
 class Followed:
-    """A stream's state machine, decoder and corrections, and what they change in the map.
+    """A port that is followed: its state machine, and the ranks whose blocks its batches change.
 
     ``ask`` is the replay to be asked for once the group is committed. ``now`` is always on the clock of the
     state machine, seconds.
+
+    A port is one rank's until its batches name a second one; from then on each number is a rank of its own
+    (``ranks`` has those that were not registered). The order of batches is the port's: a restart forgets all
+    ranks, a loss is a loss of all.
     """
 
     def __init__(self, record: StreamRecord, shared: Shared) -> None:
@@ -108,26 +106,35 @@ class Followed:
         self.ask: AskReplay | None = None
         self._shared = shared
         self._writer = shared.writer
-        self._corrections = Corrections(record.generation, -1 if record.sequence is None else record.sequence)
         self._decoder = Decoder()
         self._losses = 0
-        self._strays = 0
+        self.own = self._rank(record)
+        self.ranks: dict[int, Rank] = {}
+
+    def _rank(self, record: StreamRecord) -> Rank:
+        return Rank(record, self._writer, self._warn)
 
     @property
     def record(self) -> StreamRecord:
-        """The stream's generation as it is now."""
-        return self._writer.streams[self.stream]
+        """The generation of the registered rank as it is now: what is said of the port stands there."""
+        return self.own.record
 
     @property
-    def corrections(self) -> Corrections:
-        """The corrections of the stream's generation."""
-        if self._corrections.generation != self.record.generation:
-            self._corrections = Corrections(self.record.generation)
-        return self._corrections
+    def every(self) -> list[Rank]:
+        """All ranks of the port."""
+        return [self.own, *self.ranks.values()]
+
+    def rank(self, stream: StreamKey) -> Rank:
+        """One of the port's ranks, by its stream's id."""
+        return next(rank for rank in self.every if rank.key == stream)
 
     def load(self, group: Group) -> None:
         """Takes up what the map has, and notes that nothing of it is proven yet."""
-        self.corrections.load(group.changes, self.record)
+        for record in self._writer.of_port(self.record):
+            if record.rank is not None:
+                self.ranks[record.rank] = self._rank(record)
+        for rank in self.every:
+            rank.load(group)
         self.note_state(group)
 
     # what may happen to it
@@ -147,12 +154,11 @@ class Followed:
 
     def outlive(self, group: Group) -> None:
         """Ends corrections that are due, and what was known before a loss that is long ago."""
-        record = self.record
-        if (record.denied or record.believed) and self.corrections.expire(
-            group.changes, record, self._writer.now()
-        ):
-            group.touch(record)
-        if record.lost_at is not None and self._shared.wall() - record.lost_at >= self._shared.partial_ttl_s:
+        for rank in self.every:
+            rank.expire(group)
+            record = rank.record
+            if record.lost_at is None or self._shared.wall() - record.lost_at < self._shared.partial_ttl_s:
+                continue
             self._warn(
                 "outdated",
                 "forgetting %d blocks: batches were lost %.0f s ago (--partial-ttl-s)",
@@ -162,22 +168,13 @@ class Followed:
             self._writer.renew(group, record)
             self.note_state(group)
 
-    def purge(self, group: Group) -> None:
-        """Forgets all, by request."""
+    def purge(self, group: Group, stream: StreamKey) -> None:
+        """Forgets all that a rank holds, by request."""
         self._warn("purge", "forgetting all: reset by request")
-        self._writer.renew(group, self.record)
+        self._writer.renew(group, self.rank(stream).record)
         self.machine.damaged(PURGED)
-        self._note_loss()
+        self._note_loss(group)
         self.note_state(group)
-
-    def learn(self, group: Group, answered: Answered) -> Outcome:
-        """Corrects what is known by what the engine answered."""
-        record = self.record
-        before = (record.corrected, record.wrong)
-        outcome = learn(group.changes, record, self.corrections, answered, self._writer.now())
-        if before != (record.corrected, record.wrong):
-            group.touch(record)
-        return outcome
 
     def process_started(self, group: Group, at: float, now: float, asked: float) -> None:
         """The engine's process started ``at`` (unix seconds), by its answer to a question of ``asked``."""
@@ -190,20 +187,23 @@ class Followed:
         if record.started_at != machine.started_at:
             record.started_at = machine.started_at
             group.touch(record)
-        now = (machine.state, machine.reason, machine.lost, machine.last, machine.digest)
-        if now != (record.state, record.reason, record.lost, record.sequence, record.digest):
-            if machine.state != record.state:
-                self._shared.say(f"{title(self.stream)} is {machine.state}", machine.reason)
-            record.state, record.reason, record.lost, record.sequence, record.digest = now
-            if not record.lost:
-                record.lost_at = None
+        if machine.state != record.state:
+            self._shared.say(f"{title(self.stream)} is {machine.state}", machine.reason)
+        if (machine.last, machine.digest) != (record.sequence, record.digest):
+            record.sequence, record.digest = machine.last, machine.digest
             group.touch(record)
+        now = (machine.state, machine.reason, machine.lost)
+        for each in (rank.record for rank in self.every):
+            if now != (each.state, each.reason, each.lost):
+                each.state, each.reason, each.lost = now
+                if not each.lost:
+                    each.lost_at = None
+                group.touch(each)
 
     # what the state machine wants
 
     def _perform(self, group: Group, actions: list[Action]) -> None:
-        if self._note_loss(actions):
-            group.touch(self.record)
+        self._note_loss(group, actions)
         for action in actions:
             match action:
                 case Apply():
@@ -213,106 +213,105 @@ class Followed:
                 case Reset():
                     self._reset(group, action)
 
-    def _note_loss(self, actions: Sequence[Action] = ()) -> bool:
-        """Notes since when what a stream holds may be outdated; what comes after a reset is not."""
+    def _note_loss(self, group: Group, actions: Sequence[Action] = ()) -> None:
+        """Notes since when what the port's ranks hold may be outdated; what comes after a reset is not."""
         if self._losses == self.machine.losses:
-            return False
+            return
         self._losses = self.machine.losses
-        record = self.record
-        if record.is_empty or record.lost_at is not None or any(isinstance(each, Reset) for each in actions):
-            return False
-        record.lost_at = self._shared.wall()
-        return True
+        if not any(isinstance(each, Reset) for each in actions):
+            for rank in self.every:
+                rank.note_loss(group, self._shared.wall())
 
     def _reset(self, group: Group, action: Reset) -> None:
+        """Ranks that only events named go with the process that sent them."""
         record = self.record
-        self._warn("reset", "forgetting %d blocks: %s", record.blocks, action.reason)
+        blocks = sum(rank.record.blocks for rank in self.every)
+        self._warn("reset", "forgetting %d blocks: %s", blocks, action.reason)
+        for rank in self.ranks.values():
+            self._writer.close_stream(group, rank.record)
+        self.ranks.clear()
         renewed = self._writer.renew(group, record)
         renewed.block_size = record.registration.block_size  # another process may have another
+        renewed.batch_rank = None
 
     # batches
 
     def _apply(self, group: Group, action: Apply) -> None:
+        rank = self.own
         try:
             batch = self._decoder.decode(action.payload)
+            rank = self._rank_of(group, batch)
         except PayloadError as error:
-            self._leave_out("payload", action)
+            self._leave_out(group, "payload", action)
             self._warn("payload", "a batch cannot be used: %s", error)
+        except UnusableRankError as error:
+            self._leave_out(group, "rank", action)
+            self._warn("rank", "a batch is left out: %s", error)
         else:
             if self._shared.poison.has(self.stream, action.payload):
-                self._leave_out("poison", action)
+                self._leave_out(group, "poison", action)
             else:
-                self._apply_or_raise(group, batch, action)
-        record = self.record
-        self._note_touched(group, record, action.sequence)
-        record.sequence = action.sequence
-        record.event_at = self._shared.wall()
-        record.counters.batches += 1
-        group.touch(record)
+                self._apply_or_raise(group, rank, batch, action)
+        rank.applied(group, action.sequence, self._shared.wall())
 
-    def _leave_out(self, reason: str, action: Apply) -> None:
+    def _leave_out(self, group: Group, reason: str, action: Apply) -> None:
         """A batch is missing in the map from here on."""
         self.record.counters.skip(reason)
         self.machine.damaged(f"the batch with sequence {action.sequence} could not be used")
-        self._note_loss()
+        self._note_loss(group)
 
-    def _note_touched(self, group: Group, record: StreamRecord, sequence: int) -> None:
-        """What an answer says of a block from before this batch no longer counts; a stored block is there."""
-        stored, removed = group.blocks(record).take_touched()
-        if stored or removed:
-            corrections = self.corrections
-            corrections.touched.note(stored + removed, sequence)
-            corrections.end(group.changes, record, stored)
-
-    def _apply_or_raise(self, group: Group, batch: Batch, action: Apply) -> None:
+    def _apply_or_raise(self, group: Group, rank: Rank, batch: Batch, action: Apply) -> None:
         """Applies a batch. Raises PoisonError for a fault that would come back whenever it is tried again."""
         try:
-            self._apply_batch(group, batch, action.sequence)
+            rank.apply(group, batch, action.sequence)
         except lmdb.Error:
             raise
         except Exception as error:
             raise PoisonError(self.stream, action.payload, error) from error
+        cleared = [each.cleared for each in self.every]
+        if rank.cleared == action.sequence and None not in cleared:  # what was lost may be any rank's
+            self.machine.cleared(min(sequence for sequence in cleared if sequence is not None))
 
-    def _apply_batch(self, group: Group, batch: Batch, sequence: int) -> None:
-        record = self.record
-        for event in batch.events:
-            if isinstance(event, BlockStored):
-                _note_form(record, event)
-                record = self._fit_block_size(group, record, event)
-                group.blocks(record).store(event)
-            elif isinstance(event, BlockRemoved):
-                group.blocks(record).remove(event)
-            elif isinstance(event, AllBlocksCleared):
-                if not record.is_empty:
-                    record = self._writer.renew(group, record)
-                record.counters.cleared += 1
-                self.machine.cleared(sequence)
-        for rejected in batch.rejected:
-            record.counters.skip(rejected.reason)
-            self._warn("event", "an event is skipped: %s", rejected.detail)
+    # ranks that only events name
 
-    def _fit_block_size(self, group: Group, record: StreamRecord, event: BlockStored) -> StreamRecord:
-        """A learned block size that event after event contradicts was learned from a stray one."""
-        if event.group_kind not in PREFIX_KINDS or not event.tokens:
-            return record
-        if record.block_size in (None, event.block_size):
-            self._strays = 0
-            return record
-        self._strays += 1
-        registered = record.registration.block_size is not None
-        self._warn(
-            "block size",
-            "it stores blocks of %d tokens, %d are %s; they are skipped",
-            event.block_size,
-            record.block_size,
-            "registered (register the right block_size, or none)" if registered else "what it stored first",
-        )
-        if registered or self._strays < RELEARN_AFTER:
-            return record
-        self._strays = 0
-        renewed = self._writer.renew(group, record)
-        renewed.block_size = event.block_size
-        return renewed
+    def _rank_of(self, group: Group, batch: Batch) -> Rank:
+        """Whose batch it is. Raises UnusableRankError."""
+        number, record = batch.rank, self.record
+        if number is None or number == record.batch_rank:
+            return self.own
+        if number in self.ranks:
+            return self.ranks[number]
+        if not 0 <= number <= MAX_RANK:
+            raise UnusableRankError(f"it says that it is of rank {number} (expected 0 to {MAX_RANK})")
+        if record.batch_rank is None:
+            record.batch_rank = number
+            return self.own
+        return self._share(group, number)
+
+    def _share(self, group: Group, number: int) -> Rank:
+        """The port has one more rank. Raises UnusableRankError where it cannot be one."""
+        registered = self.stream[1]
+        first = self.record.batch_rank
+        assert first is not None
+        if first != registered:
+            self._open(group, first, self.own)
+        return self.own if number == registered else self._open(group, number)
+
+    def _open(self, group: Group, number: int, rank: Rank | None = None) -> Rank:
+        """A stream for a rank; of ``rank``, if it is the one that was taken for the registered one."""
+        writer, key = self._writer, (self.stream[0], number)
+        if key in writer.streams:
+            raise UnusableRankError(f"it is of rank {number}, which is registered with a port of its own")
+        if len(self.ranks) >= MAX_RANKS or not writer.has_slots:
+            raise UnusableRankError(f"it is of rank {number}, and there is no room for more ranks")
+        if rank is None:
+            rank = self._rank(writer.open_rank(group, self.record, number))
+        else:
+            self.own = self._rank(writer.hand_over(group, self.record, number))
+            rank.key = key
+        self.ranks[number] = rank
+        log.info("%s: its port has batches of rank %d too", title(self.stream), number)
+        return rank
 
     def _warn(self, subject: str, message: str, *args: object) -> None:
         name = title(self.stream)
@@ -329,9 +328,3 @@ def stream_key(stream: StreamId) -> StreamKey:
     """A stream's id, as the map has it."""
     assert isinstance(stream, tuple)
     return stream
-
-
-def _note_form(record: StreamRecord, event: BlockStored) -> None:
-    """Remembers how the engine spells its hashes."""
-    if record.hash_form is None and event.hashes:
-        record.hash_form = "int" if len(event.hashes[0]) == len(canonical_hash(0)) else "bytes"

@@ -21,7 +21,7 @@ from events.subscriber import Source
 from indexer.bounds import Bounds, Eviction
 from indexer.errors import IndexerError, MapError, MapFullError, RegistrationError, UnknownInstanceError
 from indexer.feedback import Answered
-from indexer.followed import Followed, PoisonError, Shared, title
+from indexer.followed import Followed, PoisonError, Shared, stream_key, title
 from indexer.layout import PARTIAL_TTL_S, StreamRecord
 from indexer.outcome import Outcome, refused
 from indexer.registration import Registration
@@ -236,8 +236,9 @@ class Ingest:
             for stream in {stream for stream, _ in signals} & self._followed.keys():
                 self._followed[stream].note_state(group)
             results = [job(group) for job in jobs]
-            for stream in self._purges & self._followed.keys():
-                self._followed[stream].purge(group)
+            for stream in self._purges:
+                if (followed := self._port_of(stream)) is not None:
+                    followed.purge(group, stream_key(stream))
             for stream, followed in self._followed.items():
                 if not self._feed.inbox.depth(stream):  # none is silent while signals of it still wait
                     followed.tick(group, now)
@@ -257,10 +258,16 @@ class Ingest:
     # what is said of the map from outside
 
     def _learn(self, group: Group, answered: Answered) -> Outcome:
-        followed = self._followed.get(answered.stream)
-        outcome = refused("unknown") if followed is None else followed.learn(group, answered)
+        followed = self._port_of(answered.stream)
+        rank = None if followed is None else followed.rank(stream_key(answered.stream))
+        outcome = refused("unknown") if rank is None else rank.learn(group, answered)
         self.feedback[outcome.reason or "taken"] += 1
         return outcome
+
+    def _port_of(self, stream: StreamId) -> Followed | None:
+        """The port that a stream's events come from; None for a stream that is not followed."""
+        record = self._writer.streams.get(stream_key(stream))
+        return None if record is None else self._followed.get(record.port)
 
     def _witness(self, group: Group, stream: StreamId, at: float, asked: float) -> None:
         """Signals that still wait may be of the process before: the next answer comes soon."""
@@ -273,11 +280,16 @@ class Ingest:
     def _follow_all(self) -> None:
         """Takes up every stream of the map; nothing of it is trusted before its continuity is proven."""
         with self._writer.group() as group:
-            for record in self._writer.streams.values():
+            for record in self._registered:
                 followed = self._followed[record.id] = Followed(record, self._shared)
                 followed.load(group)
-        for record in self._writer.streams.values():
+        for record in self._registered:
             self._feed.add(record.id, _source(record.registration))
+
+    @property
+    def _registered(self) -> list[StreamRecord]:
+        """The streams that were registered, without those that only events name."""
+        return [record for record in self._writer.streams.values() if record.rank is None]
 
     def _resume_from_commit(self) -> None:
         """After a failure: streams start over from what is in the map, as after a restart."""
@@ -308,17 +320,21 @@ class Ingest:
         """Carries out :meth:`register`, on the thread."""
         key = (registration.instance, registration.dp_rank)
         known = self._writer.streams.get(key)
+        if known is not None and known.rank is not None:
+            self._end_unregistered(known)
+            known = None
         if known is not None and known.registration == registration:
             return
         if known is not None and _same_stream(known, registration):
             with self._writer.group() as group:
-                known.registration = registration
-                group.touch(known)
+                for each in self._writer.of_port(known):
+                    each.registration = registration
+                    group.touch(each)
             return
         self._refuse_shared_topic(registration)
         with self._writer.group() as group:
-            if known is not None:
-                self._writer.close_stream(group, known)
+            for each in self._writer.of_port(known) if known is not None else ():
+                self._writer.close_stream(group, each)
             record = self._writer.open_stream(group, registration)
             followed = Followed(record, self._shared)
             record.state, record.reason = followed.machine.state, followed.machine.reason
@@ -328,11 +344,18 @@ class Ingest:
         self._feed.add(key, _source(registration))
         log.info("following %s at %s", title(key), registration.endpoint)
 
+    def _end_unregistered(self, record: StreamRecord) -> None:
+        """A rank that only events named gets a port of its own: what is known of it from the other ends."""
+        assert record.rank is not None
+        with self._writer.group() as group:
+            self._writer.close_stream(group, record)
+        self._followed[record.port].ranks.pop(record.rank)
+
     def _refuse_shared_topic(self, registration: Registration) -> None:
         """Two streams on one bound address with one topic could not be told apart."""
         if not registration.binds:
             return
-        for record in self._writer.streams.values():
+        for record in self._registered:
             other = record.registration
             shared = (other.endpoint, other.topic) == (registration.endpoint, registration.topic)
             if shared and record.id != (registration.instance, registration.dp_rank):
@@ -355,9 +378,9 @@ class Ingest:
         with self._writer.group() as group:
             for record in gone:
                 self._writer.close_stream(group, record)
-        for record in gone:
-            self._feed.remove(record.id)
-            self._followed.pop(record.id, None)
+        for port in {record.port for record in gone}:
+            self._feed.remove(port)
+            self._followed.pop(port, None)
 
 
 def _source(registration: Registration) -> Source:

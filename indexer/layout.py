@@ -191,6 +191,9 @@ class StreamRecord(msgspec.Struct):
     ``orphans`` those whose parent is not held (a hole in front), ``waiting`` those whose parent is unknown.
     ``event_at`` is unix seconds.
 
+    ``rank`` is the number of a rank that only the events of its port name; None for the registered one, whose
+    record also says where the port stands. ``batch_rank`` is the number in the port's first batches.
+
     ``started_at`` is when the engine's process started, ``lost_at`` since when what is known may be outdated
     (unix seconds both, None: not known, nothing lost). ``denied`` and ``believed`` count corrections by
     answers, ``corrected`` how often they changed; ``wrong`` is the share of predicted tokens that were not
@@ -200,6 +203,8 @@ class StreamRecord(msgspec.Struct):
     slot: int
     generation: int
     registration: Registration
+    rank: int | None = None
+    batch_rank: int | None = None
     state: State = "connecting"
     reason: str = ""
     sequence: int | None = None
@@ -224,6 +229,12 @@ class StreamRecord(msgspec.Struct):
 
     @property
     def id(self) -> StreamKey:
+        rank = self.registration.dp_rank if self.rank is None else self.rank
+        return (self.registration.instance, rank)
+
+    @property
+    def port(self) -> StreamKey:
+        """The stream whose port its events come from: itself, unless only events name its rank."""
         return (self.registration.instance, self.registration.dp_rank)
 
     @property

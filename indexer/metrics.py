@@ -119,7 +119,7 @@ class _Streams(Collector):
             corrections.add_metric([*label, "believed"], record.believed)
             if record.event_at is not None:
                 age.add_metric(label, max(0.0, time.time() - record.event_at))
-            queue.add_metric(label, self._ingest.held(record.id))
+            queue.add_metric(label, self._ingest.held(record.port))
             batches.add_metric(label, record.counters.batches)
             evicted.add_metric(label, record.counters.evicted)
             faults = self._subscriber.faults.of(record.id)

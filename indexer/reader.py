@@ -311,7 +311,7 @@ class MapReader:
         gpu, cpu, disk = (level.get(record.slot, 0) * size for level in held)
         return Matched(
             record.registration.instance,
-            record.registration.dp_rank,
+            record.id[1],
             size,
             state,
             weight,

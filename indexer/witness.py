@@ -98,7 +98,7 @@ class Witness:
             stream, url = status.record.id, status.record.registration.url
             machine = self._ingest.machine(stream)
             connected_at = machine.connected_at if machine else None
-            if url is None or machine is None:
+            if url is None or machine is None or status.record.rank is not None:
                 continue
             turn = self._turns.get(stream)
             if turn is None or turn.connected_at != connected_at:

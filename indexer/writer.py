@@ -169,15 +169,47 @@ class MapWriter:
 
     def open_stream(self, group: Group, registration: Registration) -> StreamRecord:
         """A first generation for a stream that is new or was removed."""
+        return self._open(group, registration)
+
+    def _open(self, group: Group, registration: Registration, rank: int | None = None) -> StreamRecord:
         record = StreamRecord(
             slot=self._free_slot(),
             generation=self._next_generation(group),
             registration=registration,
+            rank=rank,
             block_size=registration.block_size,
         )
         self.streams[record.id] = record
         group.touch(record)
         return record
+
+    def open_rank(self, group: Group, port: StreamRecord, rank: int) -> StreamRecord:
+        """A stream for a rank that only the events of a port name."""
+        record = self._open(group, port.registration, rank)
+        record.block_size = port.block_size
+        record.state, record.reason, record.lost = port.state, port.reason, port.lost
+        return record
+
+    def hand_over(self, group: Group, port: StreamRecord, rank: int) -> StreamRecord:
+        """What a port's stream holds becomes that of ``rank``; gives the port's stream, empty."""
+        fresh = self.open_rank(group, port, rank)
+        fresh.rank, port.rank = None, rank
+        fresh.batch_rank, port.batch_rank = port.registration.dp_rank, None
+        fresh.sequence, fresh.digest, fresh.started_at = port.sequence, port.digest, port.started_at
+        fresh.lost_at = None
+        group.touch(port)
+        self.streams[fresh.id], self.streams[port.id] = fresh, port
+        return fresh
+
+    def of_port(self, record: StreamRecord) -> list[StreamRecord]:
+        """The streams that come from one port: the registered one first."""
+        found = [each for each in self.streams.values() if each.port == record.port]
+        return sorted(found, key=lambda each: each.rank is not None)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether ranks that only events name may have slots: half of all are kept for what is registered."""
+        return (len(self.streams) + len(self._retired)) * 2 < MAX_SLOTS
 
     def renew(self, group: Group, record: StreamRecord) -> StreamRecord:
         """The next generation of a stream, empty; its slot is retired in one write.
@@ -185,7 +217,8 @@ class MapWriter:
         Raises MapFullError when all slots are in use.
         """
         self._retire(group, record)
-        renewed = self.open_stream(group, record.registration)
+        renewed = self._open(group, record.registration, record.rank)
+        renewed.batch_rank = record.batch_rank
         renewed.block_size = record.block_size
         renewed.event_at = record.event_at
         renewed.counters = msgspec.convert(msgspec.to_builtins(record.counters), Counters)

@@ -156,7 +156,7 @@ class Rig:
     def resume(self) -> None:
         """As a new process does: takes up what the map knows, and connects it all."""
         self.ingest._follow_all()
-        self.ingest.step([(stream, Connected()) for stream in self.writer.streams])
+        self.ingest.step([(stream, Connected()) for stream in self.feed.sources])
 
     def frame(self, stream: StreamId, *events: Event) -> tuple[StreamId, Signal]:
         """The stream's next batch; no two are the same bytes."""

@@ -131,7 +131,10 @@ async def test_workers_list_what_is_registered_by_instance(api: Api, publishers:
             "model_name": "m",
             "block_size": 4,
             "endpoints": {"0": zero.endpoint, "1": one.endpoint},
-            "listeners": {"0": {"endpoint": zero.endpoint}, "1": {"endpoint": one.endpoint}},
+            "listeners": {
+                "0": {"endpoint": zero.endpoint, "registered": True},
+                "1": {"endpoint": one.endpoint, "registered": True},
+            },
         },
         {
             "instance_id": 7,
@@ -139,7 +142,7 @@ async def test_workers_list_what_is_registered_by_instance(api: Api, publishers:
             "model_name": "m",
             "block_size": 16,
             "endpoints": {"0": zero.endpoint},
-            "listeners": {"0": {"endpoint": zero.endpoint}},
+            "listeners": {"0": {"endpoint": zero.endpoint, "registered": True}},
         },
     ]
 

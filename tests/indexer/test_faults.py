@@ -16,8 +16,8 @@ from events.stream import Connected
 from indexer.blocks import StreamBlocks
 from indexer.errors import MapError, MapSchemaError, RegistrationError
 from indexer.folder import DAMAGED_FILE, DATA_FILE
-from indexer.followed import RELEARN_AFTER
 from indexer.layout import MAX_SLOTS
+from indexer.rank import RELEARN_AFTER
 from indexer.reader import MapReader
 from indexer.registration import Registration
 from indexer.writer import MapWriter
