@@ -89,6 +89,7 @@ class Admin:
             "url": replica.url,
             "health": replica.health,
             "last_error": replica.last_error,
+            "process_started": replica.process_started,
             "model": models.model if models else None,
             "aliases": models.aliases if models else (),
             "adapters": sorted(models.adapters) if models else (),
@@ -99,7 +100,10 @@ class Admin:
                     "events": sources[rank].endpoint if rank in sources else None,
                     "replay": sources[rank].replay_endpoint if rank in sources else None,
                     "registered": self._registered((name, rank)),
-                    "load": self._load.of((name, rank)),
+                    "load": self._load.ours((name, rank)),
+                    "others": self._load.others((name, rank)),
+                    "reported": self._load.reported((name, rank)),
+                    "reported_s_ago": self._load.report_age_s((name, rank)),
                 }
                 for name, rank in replica.streams()
             ],

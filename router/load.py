@@ -1,4 +1,4 @@
-"""What this router has sent and not yet got back, for each stream."""
+"""The load of each stream: what this router has sent and not yet got back, and what others have sent."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from router.replicas import StreamId
+from router.reported import Reported
 
 LEARN_FROM_TOKENS = 512
 """With fewer tokens to prefill, the time to a first byte says little about the speed of prefill."""
 LEARN_SHARE = 0.2
 """What one observation counts for in the moving average."""
 UNKNOWN_PREFILL_S = 1.0
+UNKNOWN_REQUEST_TOKENS = 512
+"""What a request of others leaves to compute, as long as there was none of ours to judge by."""
+REQUEST_SHARE = 0.02
+"""What one request counts for in the mean request."""
+STALE_S = 10.0
+"""A report older than this says nothing of now."""
+FROZEN_S = 5.0
+"""An engine that works changes its numbers with every step: word for word the same for so long, while nothing
+of ours is there, are those of one that hangs or forgot to count down, and no load.
+"""
+MOST_ECHO = 4.0
+"""Bounds what is believed of other routers that have not been seen yet."""
 
 
 class StreamLoad(msgspec.Struct, frozen=True):
@@ -31,13 +44,31 @@ class StreamLoad(msgspec.Struct, frozen=True):
 IDLE = StreamLoad()
 
 
+class _Seen(msgspec.Struct, frozen=True):
+    """A report and when it came, since when the engine says the same, what of it was not ours, how many of
+    ours were in flight, and how many we had ever sent.
+    """
+
+    reported: Reported
+    at: float
+    same_since: float
+    others: int
+    ours: int
+    sent: int
+
+
 class Load:
-    """The book of reservations.
+    """The book of reservations, and what the engines report beside it.
 
     One loop's tasks use it, so a choice and its reservation cannot be torn apart. The first byte of a stream
     says that its prefill is over. An answer in one piece does not say when: it is taken to be over after the
     time that the replica needs, at the speed seen on its streams, for the tokens booked there then; after
-    one second as long as no speed was seen. ``clock`` is in seconds.
+    one second as long as no speed was seen.
+
+    What an engine reports beyond our own requests is other routers' (or direct clients'). Between two
+    reports our own dispatches count at once, and so does what others are likely to have sent after the same
+    numbers: as much, against ours, as they have in flight in the whole fleet. So routers that share nothing
+    but the engines' metrics do not chase one minimum. ``clock`` is in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,15 +77,81 @@ class Load:
         self._tokens_per_s: dict[str, float] = {}
         self._prefilled_at: dict[StreamId, list[tuple[float, int, Reservation]]] = {}
         self._numbers = itertools.count()
+        self._seen: dict[StreamId, _Seen] = {}
+        self._sent: dict[StreamId, int] = {}
+        self._echo = 0.0
+        self._request_tokens = float(UNKNOWN_REQUEST_TOKENS)
+        self._requests_known = False
+        self.released: Callable[[], None] = lambda: None
 
     def of(self, stream: StreamId) -> StreamLoad:
-        """The load of one stream."""
+        """The load of one stream: ours, and what others are thought to have there."""
+        ours, others = self.ours(stream), self.others(stream)
+        if others is IDLE:
+            return ours
+        return StreamLoad(
+            ours.requests + others.requests,
+            ours.prefill_tokens + others.prefill_tokens,
+            ours.decoding + others.decoding,
+        )
+
+    def ours(self, stream: StreamId) -> StreamLoad:
+        """What we have sent to one stream and not yet got back."""
         self._settle(stream)
         return self._streams.get(stream, IDLE)
 
+    def others(self, stream: StreamId) -> StreamLoad:
+        """What others have at one stream, by its last report, in requests and in tokens of the mean request.
+
+        Of their requests, as many wait for their prefill as the engine says, or as do of ours, if that is
+        more.
+        """
+        seen = self._seen.get(stream)
+        if seen is None or self._clock() - seen.at > STALE_S:
+            return IDLE
+        since = min(self._sent.get(stream, 0) - seen.sent, self._streams.get(stream, IDLE).requests)
+        requests = seen.others + int(self._echo * since + 0.5)
+        if not requests:
+            return IDLE
+        reported, ours = seen.reported, self._streams.get(stream, IDLE)
+        total = reported.running + reported.waiting
+        share = max(
+            reported.waiting / total if total else 0.0,
+            1 - ours.decoding / ours.requests if ours.requests else 0.0,
+        )
+        waiting = int(share * requests + 0.5)
+        return StreamLoad(requests, int(waiting * self._request_tokens), requests - waiting)
+
+    def report(self, stream: StreamId, reported: Reported, in_flight: int) -> None:
+        """Takes what an engine says. ``in_flight`` is how many requests of ours were there when it said so:
+        the most that there were while it was asked, as none of ours may be taken for another router's.
+        """
+        now = self._clock()
+        last = self._seen.get(stream)
+        same_since = last.same_since if last is not None and last.reported == reported else now
+        others = max(0, reported.running + reported.waiting - in_flight)
+        if not in_flight and now - same_since >= FROZEN_S:
+            others = 0
+        ours = self._streams.get(stream, IDLE).requests
+        sent = self._sent.get(stream, 0)
+        self._seen[stream] = _Seen(reported, now, same_since, others, ours, sent)
+        fresh = [seen for seen in self._seen.values() if now - seen.at <= STALE_S]
+        theirs = sum(seen.others for seen in fresh)
+        self._echo = min(MOST_ECHO, theirs / max(1, sum(seen.ours for seen in fresh)))
+
+    def reported(self, stream: StreamId) -> Reported | None:
+        """What the engine said last, however long ago: its room is the same until it restarts."""
+        seen = self._seen.get(stream)
+        return seen.reported if seen else None
+
+    def report_age_s(self, stream: StreamId) -> float | None:
+        """How old the last report of a stream is; None where there was none."""
+        seen = self._seen.get(stream)
+        return self._clock() - seen.at if seen else None
+
     def items(self) -> Iterator[tuple[StreamId, StreamLoad]]:
-        """All streams that have load."""
-        return ((stream, self.of(stream)) for stream in tuple(self._streams))
+        """All streams that have load of ours."""
+        return ((stream, self.ours(stream)) for stream in tuple(self._streams))
 
     def reserve(self, stream: StreamId, prefill_tokens: int, *, streams: bool = True) -> Reservation:
         """Books a request that leaves ``prefill_tokens`` to compute.
@@ -63,6 +160,10 @@ class Load:
         """
         queued_tokens = self.of(stream).prefill_tokens + prefill_tokens
         self._add(stream, 1, prefill_tokens, 0)
+        self._sent[stream] = self._sent.get(stream, 0) + 1
+        share = REQUEST_SHARE if self._requests_known else 1.0
+        self._request_tokens += share * (prefill_tokens - self._request_tokens)
+        self._requests_known = True
         reservation = Reservation(self, stream, prefill_tokens, queued_tokens)
         if not streams:
             due = self._clock() + self.prefill_s(stream[0], queued_tokens)
@@ -135,3 +236,4 @@ class Reservation:
             self._load._add(self.stream, -1, 0, -1)
         else:
             self._load._add(self.stream, -1, -self._prefill_tokens, 0)
+        self._load.released()

@@ -39,6 +39,9 @@ class RouterMetrics:
         self.unknown_streams = self._counter(
             "unknown_streams", "Streams in answers of the index that are none of ours"
         )
+        self.polls_failed = self._counter(
+            "polls_failed", "Times that a replica did not say its load", "replica", "reason"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of compared requests", "replica")
         self.matched_tokens = self._counter(
             "matched_tokens", "Cached tokens predicted for compared requests", "replica"
@@ -88,15 +91,21 @@ class _Now(Collector):
         requests = self._gauge("inflight_requests", "Requests in flight")
         prefill = self._gauge("inflight_prefill_tokens", "Uncached prompt tokens sent and not yet answered")
         decoding = self._gauge("inflight_decoding", "Requests being answered")
+        others = self._gauge("other_requests", "Requests that others are thought to have there")
+        age = self._gauge("load_age_seconds", "Age of what the replica last said of its load")
         for replica in self._fleet.replicas.values():
             up.add_metric((replica.name,), float(replica.health is Health.UP))
             for name, rank in replica.streams():
-                load = self._load.of((name, rank))
+                load = self._load.ours((name, rank))
                 labels = (name, str(rank))
                 requests.add_metric(labels, load.requests)
                 prefill.add_metric(labels, load.prefill_tokens)
                 decoding.add_metric(labels, load.decoding)
-        yield from (up, requests, prefill, decoding)
+                others.add_metric(labels, self._load.others((name, rank)).requests)
+                age_s = self._load.report_age_s((name, rank))
+                if age_s is not None:
+                    age.add_metric(labels, age_s)
+        yield from (up, requests, prefill, decoding, others, age)
 
     @staticmethod
     def _gauge(name: str, text: str) -> GaugeMetricFamily:

@@ -196,6 +196,7 @@ class Replica:
         self.models: Models | None = Models(spec.model) if spec.model else None
         self.sources: tuple[EventSource, ...] = configured_sources(spec)
         self.ranks: tuple[int, ...] = tuple(range(spec.ranks or 1))
+        self.process_started: float | None = None
         self.tokenize_missing_until = 0.0
         self.tokenize_slow_until = 0.0
 

@@ -30,6 +30,7 @@ from router.lookup import FirstThatAnswers, HttpLookup, Lookup, MapLookup
 from router.metrics import RouterMetrics
 from router.plan import Planner
 from router.policies import POLICIES, policy_named
+from router.poller import Poller
 from router.refusal import refusal
 from router.registrar import Registrar
 from router.relay import leave_untyped
@@ -152,6 +153,10 @@ async def router_app(
         router.app.router.add_route("*", "/v1/{path:.*}", route.handle)
         fleet.start()
         stack.push_async_callback(fleet.close)
+        if settings.poll_interval_s:
+            poller = Poller(fleet, load, probes, metrics, interval_s=settings.poll_interval_s)
+            poller.start()
+            stack.push_async_callback(poller.close)
         if registrar is not None:
             fleet.changed = registrar.wake
             registrar.start()

@@ -41,7 +41,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_inflight: Annotated[
         int | None,
         Meta(
-            description="Requests at once on one rank of a replica; 503 when all are full. None: no limit.",
+            description="Requests at once on one rank of a replica, other routers' included; 503 when all "
+            "are full. None: no limit.",
         ),
     ] = None
     attempts: Annotated[
@@ -64,6 +65,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float, Meta(gt=0, description="Between two health checks of a replica, seconds.")
     ] = 2.0
     health_timeout_s: Annotated[float, Meta(gt=0, description="Time for one health check, seconds.")] = 2.0
+    poll_interval_s: Annotated[
+        float,
+        Meta(ge=0, description="Between two looks at a replica's own load (/metrics), seconds; 0: never."),
+    ] = 1.0
     refresh_interval_s: Annotated[
         float, Meta(gt=0, description="Between two looks at a replica's models and event sources, seconds.")
     ] = 30.0

@@ -46,6 +46,7 @@ class FakeEngine:
         self.cards: list[dict[str, Any]] = [{"id": "m", "object": "model", "max_model_len": 4096}]
         self.health_status = 200
         self.event_sources: dict[str, Any] | None = None
+        self.metrics: bytes | None = None
         self.tokenize: Handler | None = self._tokenize
         self.answer: Handler = self._answer
         self.requests: list[web.Request] = []
@@ -66,6 +67,7 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/kv_event_sources", self._sources)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/tokenize", self._count_tokenize)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self.runner = web.AppRunner(
@@ -94,6 +96,11 @@ class FakeEngine:
         if self.event_sources is None:
             raise web.HTTPNotFound
         return web.json_response(self.event_sources)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        if self.metrics is None:
+            raise web.HTTPNotFound
+        return web.Response(body=self.metrics)
 
     async def _count_tokenize(self, request: web.Request) -> web.StreamResponse:
         self.tokenized += 1

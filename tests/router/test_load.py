@@ -1,9 +1,27 @@
 from __future__ import annotations
 
+import random
+from collections import Counter
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.load import LEARN_FROM_TOKENS, UNKNOWN_PREFILL_S, Load, StreamLoad
+from router.decider import candidate_of
+from router.decision import Ask
+from router.load import (
+    FROZEN_S,
+    LEARN_FROM_TOKENS,
+    STALE_S,
+    UNKNOWN_PREFILL_S,
+    UNKNOWN_REQUEST_TOKENS,
+    Load,
+    Reservation,
+    StreamLoad,
+)
+from router.policies import POLICIES
+from router.replicas import StreamId
+from router.reported import Reported
 
 A, B = ("a", 0), ("b", 0)
 
@@ -99,3 +117,142 @@ def test_rq11_whatever_the_order_of_endings_the_book_is_empty_afterwards(
     for reservation in reservations:
         reservation.release()
     assert list(load.items()) == []
+
+
+# what others have sent
+
+
+def test_what_an_engine_has_beyond_ours_is_others_in_tokens_of_the_mean_request() -> None:
+    load = Load(Clock())
+    load.reserve(A, 1000).prefilled()
+    load.report(A, Reported(running=3, waiting=2), 1)
+    # Two of its five wait, so do two of the others' four, rounded.
+    assert load.others(A) == StreamLoad(4, 2 * 1000, 2)
+    assert load.ours(A) == StreamLoad(1, 0, 1)
+    assert load.of(A) == StreamLoad(5, 2000, 3)
+    assert dict(load.items()) == {A: StreamLoad(1, 0, 1)}
+
+
+def test_others_requests_wait_for_prefill_as_ours_do() -> None:
+    load = Load(Clock())
+    load.reserve(A, 300)
+    load.report(A, Reported(running=3), 1)
+    assert load.others(A) == StreamLoad(2, 600, 0)
+
+
+def test_our_own_are_never_taken_for_others() -> None:
+    load = Load(Clock())
+    reservations = [load.reserve(A, 100) for _ in range(5)]
+    load.report(A, Reported(running=4), 5)
+    for reservation in reservations:
+        reservation.release()
+    assert load.others(A) == StreamLoad()
+    load.report(A, Reported(running=1), 0)
+    assert load.others(A).requests == 1
+
+
+def test_a_report_is_of_no_use_when_it_is_old() -> None:
+    clock = Clock()
+    load = Load(clock)
+    load.report(A, Reported(running=9, capacity_tokens=4096), 0)
+    clock.now = STALE_S + 0.1
+    assert load.of(A) == StreamLoad()
+    assert load.report_age_s(A) == clock.now
+    assert load.report_age_s(B) is None
+    reported = load.reported(A)
+    assert reported is not None
+    assert reported.capacity_tokens == 4096
+
+
+def test_numbers_that_do_not_move_while_nothing_of_ours_is_there_are_no_load() -> None:
+    clock = Clock()
+    load = Load(clock)
+    stuck, works = Reported(running=9), [Reported(running=9, worked_tokens=n) for n in range(20)]
+    for second in range(int(FROZEN_S)):
+        clock.now = float(second)
+        load.report(A, stuck, 0)
+        load.report(B, works[second], 0)
+        assert load.of(A).requests == load.of(B).requests == 9
+    clock.now = FROZEN_S
+    load.report(A, stuck, 0)
+    load.report(B, works[-1], 0)
+    assert (load.of(A).requests, load.of(B).requests) == (0, 9)
+    load.report(A, Reported(running=9, worked_tokens=5), 0)
+    assert load.of(A).requests == 9
+
+
+def choose(load: Load, fleet: list[StreamId], rng: random.Random, tokens: int = 1000) -> Reservation:
+    """Least loaded, as the router does it: the choice and the booking in one step."""
+    candidates = [candidate_of(stream, load, None, tokens) for stream in fleet]
+    best = POLICIES["least-loaded"].rank(Ask(tokens), candidates, rng)[0].candidate
+    return load.reserve(best.stream, tokens)
+
+
+def test_rq04_metrics_frozen_for_five_seconds_and_a_burst_of_fifty_make_no_herd() -> None:
+    clock = Clock()
+    load = Load(clock)
+    fleet = [(name, 0) for name in "abcde"]
+    for stream in fleet[:4]:
+        load.report(stream, Reported(running=8), 0)
+    load.report(fleet[4], Reported(running=0), 0)
+    clock.now = 4.9
+    sent = Counter(choose(load, fleet, random.Random(1)).stream for _ in range(50))
+    assert sum(sent.values()) == 50
+    assert 10 <= sent[fleet[4]] <= 20
+    assert min(sent[stream] for stream in fleet[:4]) >= 6
+
+
+@pytest.mark.parametrize("routers", [2, 3, 4])
+def test_rq06_routers_with_the_same_stale_numbers_do_not_chase_one_minimum(routers: int) -> None:
+    fleet = [(name, 0) for name in "abcd"]
+    loads = [Load(Clock()) for _ in range(routers)]
+    rngs = [random.Random(number) for number in range(routers)]
+    # Each has six in flight on three replicas; the fourth has just become free.
+    for load in loads:
+        for stream in fleet[:3]:
+            for _ in range(6):
+                load.reserve(stream, 1000).prefilled()
+        for stream in fleet:
+            load.report(
+                stream, Reported(running=6 * routers if stream != fleet[3] else 0), load.of(stream).requests
+            )
+    free = 6 * routers
+    sent = Counter(
+        choose(load, fleet, rng).stream for _ in range(10) for load, rng in zip(loads, rngs, strict=True)
+    )
+    assert sum(sent.values()) == 10 * routers
+    # What the free one takes over the others is what it lacks, not that once for each router.
+    assert sent[fleet[3]] <= free * 1.2
+    assert max(sent.values()) <= 0.75 * sum(sent.values())
+
+
+def test_rq06_from_even_numbers_no_replica_gets_half_of_a_burst() -> None:
+    fleet = [(name, 0) for name in "abcd"]
+    loads = [Load(Clock()) for _ in range(3)]
+    for load in loads:
+        for stream in fleet:
+            load.report(stream, Reported(running=5), 0)
+    sent: Counter[StreamId] = Counter()
+    for number, load in enumerate(loads):
+        rng = random.Random(number)
+        sent.update(choose(load, fleet, rng).stream for _ in range(20))
+    assert max(sent.values()) <= 0.5 * 60
+
+
+def test_rq14_a_stream_of_fifteen_minutes_counts_until_it_ends() -> None:
+    clock = Clock()
+    load = Load(clock)
+    reservation = load.reserve(A, 4000)
+    reservation.first_byte(1.0)
+    for second in range(900):
+        clock.now = float(second)
+        load.report(A, Reported(running=1, worked_tokens=second), 1)
+        assert load.of(A) == StreamLoad(1, 0, 1)
+    reservation.release()
+    assert load.of(A) == StreamLoad()
+
+
+def test_before_any_request_of_ours_the_mean_request_is_a_guess() -> None:
+    load = Load(Clock())
+    load.report(A, Reported(waiting=2), 0)
+    assert load.of(A).prefill_tokens == 2 * UNKNOWN_REQUEST_TOKENS

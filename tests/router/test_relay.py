@@ -784,3 +784,29 @@ async def test_rq11_no_ending_leaves_anything_booked(start_engine: Any, start_ro
         await asyncio.gather(*(one(100 * batch + index) for index in range(100)))
     await kit.wait_until(router.idle, "nothing is in flight")
     await kit.wait_until(lambda: all(engine.open == 0 for engine in engines), "no engine works on anything")
+    load = router.parts.load
+    assert not load._streams
+    assert not load._prefilled_at
+
+
+async def test_rq13_health_checks_do_not_touch_the_load(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    gate = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await kit.stream(request, [b"data: {}\n\n"] * 2, gate.wait)
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine, health_interval_s=60)
+    tasks = [asyncio.create_task(router.complete([number], stream=True)) for number in range(20)]
+    await kit.wait_until(lambda: engine.open == 20, "all stream")
+    fleet, load = router.parts.fleet, router.parts.load
+    for cycle in range(30):
+        # Down and up again now and then: the streams that run go on.
+        engine.health_status = 500 if cycle % 3 == 0 else 200
+        await fleet.check_health(fleet.replicas["e0"], 0)
+        assert load.ours(("e0", 0)).requests == 20
+    gate.set()
+    await asyncio.gather(*tasks)
+    await kit.wait_until(router.idle, "nothing is in flight")

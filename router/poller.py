@@ -1,0 +1,111 @@
+"""Asks every replica for its load now and then: it alone knows what other routers and direct clients send."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import aiohttp
+
+from events.logs import Throttled
+from router.fleet import Fleet
+from router.load import Load
+from router.metrics import RouterMetrics
+from router.replicas import Health, Replica, StreamId
+from router.reported import Report, Reported, UnreadableReportError, read_report
+
+log = logging.getLogger(__name__)
+
+MOST_TIMEOUT_S = 2.0
+MAX_ANSWER_BYTES = 4 << 20
+SILENT_PAUSE = 10
+"""An engine without such metrics is asked again after so many intervals."""
+
+
+class Poller:
+    """A task for each replica that reads its ``/metrics`` every ``interval_s`` seconds into the load.
+
+    What fails is counted and said; the load then goes on with what it knows.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        load: Load,
+        session: aiohttp.ClientSession,
+        metrics: RouterMetrics,
+        *,
+        interval_s: float,
+    ) -> None:
+        self._fleet = fleet
+        self._load = load
+        self._session = session
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._timeout = aiohttp.ClientTimeout(total=min(interval_s, MOST_TIMEOUT_S))
+        self._throttled = Throttled(log)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to ask, on the running loop."""
+        self._tasks = [
+            asyncio.create_task(self._follow(replica), name=f"poll {replica.name}")
+            for replica in self._fleet.replicas.values()
+        ]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _follow(self, replica: Replica) -> None:
+        while True:
+            pause = self._interval_s
+            if replica.health is not Health.DOWN and not await self.poll(replica):
+                pause *= SILENT_PAUSE
+            await asyncio.sleep(pause)
+
+    async def poll(self, replica: Replica) -> bool:
+        """One look. Returns whether the replica said its load, or may the next time."""
+        before = {stream: self._load.ours(stream).requests for stream in replica.streams()}
+        try:
+            report = read_report(await self._read(replica))
+        except UnreadableReportError as error:
+            self._failed(replica, "unreadable", error)
+            return False
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._failed(replica, "unreachable", error)
+            return True
+        replica.process_started = report.started
+        for stream, reported in by_stream(replica.streams(), report):
+            in_flight = max(before.get(stream, 0), self._load.ours(stream).requests)
+            self._load.report(stream, reported, in_flight)
+        return True
+
+    def _failed(self, replica: Replica, reason: str, error: Exception) -> None:
+        self._metrics.polls_failed.labels(replica.name, reason).inc()
+        why = str(error) or type(error).__name__
+        self._throttled.warning(replica.name, "replica %s does not say its load: %s", replica.name, why)
+
+    async def _read(self, replica: Replica) -> bytes:
+        url = replica.url + "/metrics"
+        async with self._session.get(url, timeout=self._timeout, allow_redirects=False) as answer:
+            if answer.status != 200:
+                raise UnreadableReportError(f"/metrics answered {answer.status}")
+            body = bytearray()
+            async for chunk in answer.content.iter_any():
+                body += chunk
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise UnreadableReportError(f"/metrics is larger than {MAX_ANSWER_BYTES} bytes")
+        return bytes(body)
+
+
+def by_stream(streams: Iterable[StreamId], report: Report) -> list[tuple[StreamId, Reported]]:
+    """The report's ranks by stream. An engine of one rank may call it by its place in a larger deployment
+    (vLLM ``--data-parallel-rank``): alone here and alone there, they are the same.
+    """
+    ours = list(streams)
+    if len(ours) == 1 and len(report.ranks) == 1:
+        return [(ours[0], next(iter(report.ranks.values())))]
+    return [(stream, report.ranks[stream[1]]) for stream in ours if stream[1] in report.ranks]
