@@ -29,7 +29,11 @@ _numbers = itertools.count(1)
 
 
 class Exchange:
-    """Books kept for one attempt. ``finish`` closes them all, however the attempt ended, and only once."""
+    """Books kept for one attempt. ``finish`` closes them all, however the attempt ended, and only once.
+
+    ``placed`` is False when the engine itself picks one of several ranks: its answer tells nothing of the one
+    that was chosen.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class Exchange:
         self._recorded = False
         self._finished = False
         self.actual_cached_tokens: int | None = None
+        self.placed = True
         self.status = CANCELLED
 
     def sending(self, request: web.Request, body: bytes, headers: CIMultiDict[str]) -> None:
@@ -131,7 +136,8 @@ class Exchange:
     def _compare(self, said: Answer) -> None:
         """Predicted against actual cached tokens, where the engine says them of the same prompt."""
         decision = self.decision
-        if not self.plan.comparable or decision.prompt_tokens is None or said.prompt_tokens is None:
+        comparable = self.plan.comparable and self.placed
+        if not comparable or decision.prompt_tokens is None or said.prompt_tokens is None:
             return
         metrics, replica = self._metrics, decision.chosen[0]
         if said.prompt_tokens != decision.prompt_tokens:

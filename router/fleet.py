@@ -156,7 +156,7 @@ class Fleet:
 
     def ranks(self, model: str | None) -> set[int]:
         """The data-parallel ranks of all replicas that serve ``model`` or might, healthy or not."""
-        return {rank for replica in self._may_serve(model) for rank in replica.ranks}
+        return {rank for replica in self._may_serve(model) for rank in replica.all_ranks}
 
     def _may_serve(self, model: str | None) -> list[Replica]:
         return [r for r in self.replicas.values() if r.models is None or r.resolve(model) is not None]

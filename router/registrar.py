@@ -57,6 +57,22 @@ def streams_of(workers: list[dict[str, Any]]) -> set[StreamId]:
     }
 
 
+def port_ranks(replica: Replica, workers: list[dict[str, Any]]) -> tuple[int, ...]:
+    """The ranks of a replica that only the events of a shared port name, in an answer of ``GET /workers``.
+
+    Where the number of ranks is configured, those beyond it are none.
+    """
+    found = {
+        int(rank)
+        for worker in workers
+        if str(worker.get("instance_id")) == replica.name
+        for rank, listener in (worker.get("listeners") or {}).items()
+        if str(rank).isdecimal() and listener.get("registered") is False
+    }
+    most = replica.spec.ranks
+    return tuple(sorted(rank for rank in found if most is None or rank < most))
+
+
 class Registrar:
     """A task that keeps the indexer's registrations as the fleet is.
 
@@ -140,12 +156,15 @@ class Registrar:
             self._taken, self._taken_by = {}, url
         client = self._client(url)
         try:
-            there = streams_of(await client.workers())
+            workers = await client.workers()
         except IndexerClientError as error:
             self._answers = False
             self._complain("workers", f"the indexer at {url} cannot be asked: {error}")
             return
         self._answers, self._answered_at = True, self._clock()
+        there = streams_of(workers)
+        for replica in self._fleet.replicas.values():
+            replica.port_ranks = port_ranks(replica, workers)
         self._taken = {stream: said for stream, said in self._taken.items() if stream in there}
         wanted = [r for replica in self._fleet.replicas.values() for r in registrations(replica)]
         failures = [await self._register(client, registration) for registration in wanted]

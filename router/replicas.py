@@ -187,7 +187,11 @@ class Models(msgspec.Struct, frozen=True):
 
 
 class Replica:
-    """A replica and what is known of it now. Written by the fleet's tasks, read by everything else."""
+    """A replica and what is known of it now. Written by the fleet's tasks, read by everything else.
+
+    ``ranks`` are configured, or told by the engine; ``port_ranks`` are those that only the events of a shared
+    port name, as the indexer lists them. There may be more of the latter than were heard of so far.
+    """
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self.spec = spec
@@ -197,6 +201,7 @@ class Replica:
         self.sources: tuple[EventSource, ...] = configured_sources(spec)
         self.ranks: tuple[int, ...] = tuple(range(spec.ranks or 1))
         self.process_started: float | None = None
+        self.port_ranks: tuple[int, ...] = ()
         self.tokenize_missing_until = 0.0
         self.tokenize_slow_until = 0.0
 
@@ -215,7 +220,20 @@ class Replica:
 
     def streams(self) -> list[StreamId]:
         """One stream for each rank."""
-        return [(self.name, rank) for rank in self.ranks]
+        return [(self.name, rank) for rank in self.all_ranks]
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """The ranks that are known."""
+        return tuple(dict.fromkeys((*self.ranks, *self.port_ranks)))
+
+    def pins(self, matched_tokens: int | None) -> bool:
+        """Whether a request has to say which rank it is for, to be served by the one that was chosen.
+
+        Where ranks are only heard of, those never heard of would get no request: it says so only for a rank
+        that holds something of it, and leaves the others to the engine's round robin.
+        """
+        return len(self.ranks) > 1 or bool(self.port_ranks and matched_tokens)
 
     def resolve(self, model: str | None) -> tuple[str, str | None] | None:
         """The base model and the LoRA name that ``model`` means here, or None when it is not served.

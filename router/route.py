@@ -161,7 +161,8 @@ class Route:
     async def _send(self, request: web.Request, body: bytes, exchange: Exchange) -> UpstreamAnswer:
         name, rank = exchange.decision.chosen
         replica = self._fleet.replicas[name]
-        ours = rank if len(replica.ranks) > 1 else None
+        ours = rank if replica.pins(exchange.decision.matched_tokens) else None
+        exchange.placed = not replica.port_ranks or ours is not None or exchange.plan.rank == rank
         headers = to_replica(request.headers, exchange.decision.request_id, ours)
         self._tracing.inject(headers)
         exchange.sending(request, body, headers)

@@ -21,6 +21,7 @@ class Indexer:
         self.calls = 0
         self.reachable = True
         self.refuses: str | None = None
+        self.more: list[dict[str, Any]] = []
 
     async def register(self, registration: Registration) -> None:
         self.calls += 1
@@ -34,7 +35,7 @@ class Indexer:
         return [
             {"instance_id": name, "endpoints": {str(rank): said.endpoint}}
             for (name, rank), said in self.streams.items()
-        ]
+        ] + self.more
 
 
 def fleet_of(session: aiohttp.ClientSession, *lines: str) -> Fleet:
@@ -158,3 +159,30 @@ async def test_a_topic_is_registered_only_in_bind_mode() -> None:
 
 def test_instance_ids_of_any_kind_are_one_with_their_text() -> None:
     assert streams_of([{"instance_id": 1, "endpoints": {"0": "x"}}, {"instance_id": "b"}]) == {("1", 0)}
+
+
+def shared_port(name: str, *ranks: int) -> dict[str, Any]:
+    listeners = {str(rank): {"status": "live", "registered": rank == 0} for rank in (0, *ranks)}
+    return {
+        "instance_id": name,
+        "endpoints": dict.fromkeys(listeners, "tcp://h:5557"),
+        "listeners": listeners,
+    }
+
+
+async def test_ev06_ranks_that_only_events_name_are_the_replicas_while_the_indexer_lists_them() -> None:
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        fleet = fleet_of(session, "a=http://h:1,events=tcp://h:5557", "b=http://h:2,ranks=2", "c=http://h:3")
+        registrar = registrar_of(fleet, indexer)
+        indexer.more = [shared_port("a", 2, 3), shared_port("b", 1, 7), {"instance_id": "c"}]
+        await registrar.reconcile()
+        assert [replica.streams() for replica in fleet.replicas.values()] == [
+            [("a", 0), ("a", 2), ("a", 3)],
+            [("b", 0), ("b", 1)],
+            [("c", 0)],
+        ]
+        assert fleet.ranks("m") == {0, 1, 2, 3}
+        indexer.more = []
+        await registrar.reconcile()
+        assert fleet.streams() == {("a", 0), ("b", 0), ("b", 1), ("c", 0)}

@@ -670,6 +670,25 @@ async def test_ev06_a_rank_that_nobody_has_is_the_engines_to_refuse(
     assert engine.requests[-1].headers.getall("X-data-parallel-rank") == [rank]
 
 
+async def test_ev06_a_rank_of_a_shared_port_is_sent_only_where_it_holds_something_of_the_request(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    """Ranks that were never heard of would else get no request, and never be heard of."""
+    engine = await start_engine()
+    lookup = kit.lookup(kit.matched("e0", 0), kit.matched("e0", 32, rank=2))
+    router = await start_router(engine, lookup=lookup)
+    (replica,) = router.parts.fleet.replicas.values()
+    replica.port_ranks = (2, 3)
+    await router.complete(list(range(64)))
+    lookup.matches = [kit.matched("e0", 0, rank=rank) for rank in (0, 2, 3)]
+    for _ in range(5):
+        await router.complete(list(range(100, 164)))
+    replica.port_ranks = ()
+    await router.complete(list(range(64)))
+    sent = [request.headers.getall("X-data-parallel-rank", []) for request in engine.requests]
+    assert sent == [["2"], *[[]] * 6]
+
+
 async def test_px09_a_pinned_request_does_not_go_to_a_replica_that_lacks_its_rank(
     start_engine: Any, start_router: Any
 ) -> None:
