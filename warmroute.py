@@ -288,10 +288,10 @@ def dump(folder: Path) -> None:
     Hashes only, never tokens or salts. The last line counts them.
     """
     from indexer.dump import dump_lines  # noqa: PLC0415
-    from indexer.reader import MapReader  # noqa: PLC0415
+    from indexer.shard_reader import open_map  # noqa: PLC0415
 
     try:
-        with contextlib.closing(MapReader.open(folder)) as reader:
+        with contextlib.closing(open_map(folder)) as reader:
             for page in dump_lines(reader):
                 click.echo(page, nl=False)
     except IndexerError as error:

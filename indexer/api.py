@@ -14,13 +14,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from indexer.errors import IndexerError, MapError, RegistrationError, UnknownInstanceError
+from indexer.errors import IndexerError, MapError, RegistrationError, ShardDownError, UnknownInstanceError
 from indexer.ingest import Ingest
 from indexer.keys import KEY_BYTES
 from indexer.layout import StreamRecord
 from indexer.metrics import IndexerMetrics
-from indexer.reader import MapReader, Matched, serves
+from indexer.reader import Matched, serves
 from indexer.registration import Registration
+from indexer.shard_reader import View
 
 LARGE_PROMPT_TOKENS = 16_384
 LARGE_PROMPT_BLOCKS = 1_024
@@ -57,22 +58,14 @@ class Unregister(msgspec.Struct, frozen=True):
     dp_rank: int | None = None
 
 
-class QueryApi:
-    """Handlers of the query API."""
+class RegisterApi:
+    """Handlers that say which streams are followed."""
 
-    def __init__(self, ingest: Ingest, reader: MapReader, metrics: IndexerMetrics) -> None:
+    def __init__(self, ingest: Ingest) -> None:
         self._ingest = ingest
-        self._reader = reader
-        self._metrics = metrics
 
     def routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/register", self.register),
-            web.post("/unregister", self.unregister),
-            web.get("/workers", self.workers),
-            web.post("/query", self.query),
-            web.post("/query_by_hash", self.query_by_hash),
-        ]
+        return [web.post("/register", self.register), web.post("/unregister", self.unregister)]
 
     async def register(self, request: web.Request) -> web.Response:
         registration = parse(await request.read(), Registration).checked()
@@ -83,6 +76,21 @@ class QueryApi:
         body = parse(await request.read(), Unregister)
         await _done(self._ingest.unregister(str(body.instance_id), body.model_name, body.dp_rank))
         return answer({"status": "ok"})
+
+
+class QueryApi:
+    """Handlers that answer from the map, divided or not."""
+
+    def __init__(self, reader: View, metrics: IndexerMetrics) -> None:
+        self._reader = reader
+        self._metrics = metrics
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/workers", self.workers),
+            web.post("/query", self.query),
+            web.post("/query_by_hash", self.query_by_hash),
+        ]
 
     async def workers(self, _: web.Request) -> web.Response:
         found: dict[tuple[str, str], list[StreamRecord]] = {}
@@ -201,7 +209,7 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return answer({"error": str(error)}, 404)
     except RegistrationError as error:
         return answer({"error": str(error)}, 400)
-    except MapError as error:
+    except (MapError, ShardDownError) as error:
         return answer({"error": str(error)}, 503)
     except (IndexerError, TimeoutError) as error:
         return answer({"error": str(error) or "the indexer did not answer in time"}, 500)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from indexer.layout import (
     TIERS,
     Holders,
     Name,
+    StreamKey,
     StreamRecord,
     Tables,
     Waiting,
@@ -37,6 +39,7 @@ from indexer.layout import (
     decode_waiting,
     slot_key,
 )
+from indexer.sharding import whole_map
 
 MAX_TOLD = 100
 _SHORTEST_NAME = 3 + KEY_BYTES
@@ -69,6 +72,15 @@ class Report(msgspec.Struct):
     def clean(self) -> bool:
         return not self.found
 
+    def add(self, name: str, other: Report) -> None:
+        """Adds what was found in the map of a shard."""
+        self.streams += other.streams
+        self.commits_behind += other.commits_behind
+        self.entries = {table: self.entries.get(table, 0) + count for table, count in other.entries.items()}
+        self.found += other.found
+        told = [Violation(each.table, f"{name} {each.key}", each.problem) for each in other.violations]
+        self.violations = (self.violations + told)[:MAX_TOLD]
+
     def tell(self, table: str, key: str, problem: str) -> None:
         """Notes a violation."""
         self.found += 1
@@ -77,13 +89,44 @@ class Report(msgspec.Struct):
 
 
 def check_folder(path: Path) -> Report:
-    """Checks the map in a folder, closed or beside its indexer. Raises MapError when it cannot be read."""
+    """Checks the map in a folder, closed or beside its indexer. Raises MapError when it cannot be read.
+
+    Of a divided map all shards are looked at, and that no stream is in two of them.
+    """
+    folders = whole_map(path)
+    if folders == [path]:
+        return _check_one(path)
+    whole, homes = Report(), Counter[StreamKey]()
+    for folder in folders:
+        report = _check_one(folder, homes)
+        whole.add(folder.name, report)
+    for (instance, rank), count in homes.items():
+        if count > 1:
+            whole.tell("streams", f"{instance} rank {rank}", f"is in {count} shards")
+    return whole
+
+
+def _check_one(path: Path, homes: Counter[StreamKey] | None = None) -> Report:
+    """Checks one map; counts its current streams in ``homes``."""
     env, tables = open_to_read(path)
     try:
         with as_map_error("read", path):
-            return check(env, tables)
+            report = check(env, tables)
+            if homes is not None:
+                homes.update(_streams(env, tables))
+            return report
     finally:
         env.close()
+
+
+def _streams(env: lmdb.Environment, tables: Tables) -> Iterator[StreamKey]:
+    """Those that are not retired; records that cannot be read are a violation already."""
+    with env.begin() as txn:
+        for _, value in txn.cursor(tables.streams):
+            with suppress(msgspec.MsgspecError):
+                record = decode_record(bytes(value))
+                if not record.retired:
+                    yield record.id
 
 
 def check(env: lmdb.Environment, tables: Tables) -> Report:

@@ -14,6 +14,7 @@ import msgspec
 
 from indexer.errors import MapBusyError, MapError
 from indexer.folder import DATA_FILE, as_map_error, lock_to_write, open_to_read
+from indexer.sharding import whole_map
 
 LMDB_LOCK_FILE = "lock.mdb"
 
@@ -26,6 +27,12 @@ class Compacted(msgspec.Struct, frozen=True):
 
 
 def compact(path: Path) -> Compacted:
+    """As :func:`compact_one`, of every shard of a divided map, one after the other."""
+    done = [compact_one(folder) for folder in whole_map(path)]
+    return Compacted(sum(each.before for each in done), sum(each.after for each in done))
+
+
+def compact_one(path: Path) -> Compacted:
     """Rewrites the map in a folder without its free pages, and swaps the new file in, in one step.
 
     Needs as much room on the disk as the map holds, until it is done. Raises MapBusyError while an indexer or

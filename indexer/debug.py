@@ -20,10 +20,11 @@ from indexer.ingest import Ingest
 from indexer.keys import KEY_BYTES
 from indexer.layout import StreamRecord
 from indexer.reader import MapReader, StreamStatus, credit
+from indexer.shard_reader import View
 
 
-class DebugApi:
-    """Handlers under ``/debug/``."""
+class ReplicasApi:
+    """Handler of ``/debug/replicas``."""
 
     def __init__(self, ingest: Ingest, reader: MapReader, subscriber: Subscriber) -> None:
         self._ingest = ingest
@@ -31,11 +32,7 @@ class DebugApi:
         self._subscriber = subscriber
 
     def routes(self) -> list[web.RouteDef]:
-        return [
-            web.get("/debug/replicas", self.replicas),
-            web.get("/debug/block", self.block),
-            web.post("/debug/explain", self.explain),
-        ]
+        return [web.get("/debug/replicas", self.replicas)]
 
     async def replicas(self, _: web.Request) -> web.Response:
         faults = self._subscriber.faults
@@ -53,52 +50,74 @@ class DebugApi:
         )
 
     def _replica(self, status: StreamStatus) -> dict[str, Any]:
-        record, machine = status.record, self._ingest.machine(status.record.port)
-        registered = record.registration
-        faults = self._subscriber.faults.of(record.port)
-        age = None if record.event_at is None else max(0.0, time.time() - record.event_at)
-        return {
-            "instance": registered.instance,
-            "rank": record.id[1],
-            "registered": record.rank is None,
-            "model_name": registered.model_name,
-            "aliases": registered.aliases,
-            "endpoint": registered.endpoint,
-            "replay_endpoint": registered.replay_endpoint,
-            "state": status.state,
-            "weight": status.weight,
-            "reason": self._subscriber.faults.broken.get(record.port, _reason(record)),
-            "accuracy": 1.0 - record.wrong,
-            "sequence": record.sequence,
-            "generation": record.generation,
-            "lag_batches": self._ingest.held(record.port),
-            "event_age_s": age,
-            "block_size": record.block_size,
-            "hash_form": record.hash_form,
-            "group_kinds": {str(group): kind for group, kind in record.group_kinds.items()},
-            "blocks": record.blocks,
-            "orphans": record.orphans,
-            "waiting": record.waiting,
-            "denied": record.denied,
-            "believed": record.believed,
-            "started_at": record.started_at,
-            "lost_at": record.lost_at,
-            "counters": {
-                "batches": record.counters.batches,
-                "stored": record.counters.stored,
-                "removed": record.counters.removed,
-                "cleared": record.counters.cleared,
-                "duplicates": record.counters.duplicates,
-                "unknown_removed": record.counters.unknown_removed,
-                "contradictions": record.counters.contradictions,
-                "evicted": record.counters.evicted,
-                "gaps": machine.gaps if machine else 0,
-                "restarts": machine.restarts if machine else 0,
-                "replays_failed": machine.replays_failed if machine else 0,
-                "overflows": self._subscriber.inbox.overflows[record.port],
-            },
-            "skipped": record.counters.skipped | faults,
+        """What the map knows of a stream, and what only the process that follows it knows."""
+        told, port = recorded(status), status.record.port
+        machine, faults = self._ingest.machine(port), self._subscriber.faults
+        told["reason"] = faults.broken.get(port, told["reason"])
+        told["lag_batches"] = self._ingest.held(port)
+        told["counters"] |= {
+            "gaps": machine.gaps if machine else 0,
+            "restarts": machine.restarts if machine else 0,
+            "replays_failed": machine.replays_failed if machine else 0,
+            "overflows": self._subscriber.inbox.overflows[port],
         }
+        told["skipped"] |= faults.of(port)
+        return told
+
+
+def recorded(status: StreamStatus) -> dict[str, Any]:
+    """What the map knows of a stream."""
+    record = status.record
+    registered = record.registration
+    age = None if record.event_at is None else max(0.0, time.time() - record.event_at)
+    return {
+        "instance": registered.instance,
+        "rank": record.id[1],
+        "registered": record.rank is None,
+        "model_name": registered.model_name,
+        "aliases": registered.aliases,
+        "endpoint": registered.endpoint,
+        "replay_endpoint": registered.replay_endpoint,
+        "state": status.state,
+        "weight": status.weight,
+        "reason": _reason(record),
+        "accuracy": 1.0 - record.wrong,
+        "sequence": record.sequence,
+        "generation": record.generation,
+        "lag_batches": None,
+        "event_age_s": age,
+        "block_size": record.block_size,
+        "hash_form": record.hash_form,
+        "group_kinds": {str(group): kind for group, kind in record.group_kinds.items()},
+        "blocks": record.blocks,
+        "orphans": record.orphans,
+        "waiting": record.waiting,
+        "denied": record.denied,
+        "believed": record.believed,
+        "started_at": record.started_at,
+        "lost_at": record.lost_at,
+        "counters": {
+            "batches": record.counters.batches,
+            "stored": record.counters.stored,
+            "removed": record.counters.removed,
+            "cleared": record.counters.cleared,
+            "duplicates": record.counters.duplicates,
+            "unknown_removed": record.counters.unknown_removed,
+            "contradictions": record.counters.contradictions,
+            "evicted": record.counters.evicted,
+        },
+        "skipped": dict(record.counters.skipped),
+    }
+
+
+class DebugApi:
+    """Handlers under ``/debug/`` that answer from the map, divided or not."""
+
+    def __init__(self, reader: View) -> None:
+        self._reader = reader
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/debug/block", self.block), web.post("/debug/explain", self.explain)]
 
     async def block(self, request: web.Request) -> web.Response:
         key, asked = self._block_key(request)

@@ -7,8 +7,11 @@ changes meanwhile may be in a dump or not; what was there all the time is.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import lmdb
@@ -17,7 +20,7 @@ from aiohttp import web
 
 from indexer.errors import MapError
 from indexer.layout import TIERS, Name, StreamRecord, decode_holders, slot_key
-from indexer.reader import MapReader
+from indexer.shard_reader import Part, View
 
 log = logging.getLogger(__name__)
 
@@ -29,45 +32,58 @@ _encode = msgspec.json.Encoder().encode
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 
-def dump_lines(reader: MapReader) -> Iterator[bytes]:
+def dump_lines(reader: View) -> Iterator[bytes]:
     """Lines of JSON, a page at a time: the streams, the blocks with their holders, and how many there were.
 
     Raises MapError.
     """
-    with reader.snapshot() as (_, _, records):
-        streams = [{"stream": _stream(record)} for record in records]
+    streams: list[dict[str, Any]] = []
+    for part in reader.parts:
+        with part.snapshot() as (_, _, records):
+            streams += [{"stream": _stream(record)} for record in records]
     yield _encode_lines(streams)
-    start, count = b"", 0
+    count, page = 0, []
+    blocks = heapq.merge(*(_blocks(part) for part in reader.parts), key=itemgetter(0))
+    for key, rows in groupby(blocks, itemgetter(0)):
+        page.append({"block": key.hex(), "holders": [holder for _, held in rows for holder in held]})
+        if len(page) == PAGE_ROWS:
+            yield _encode_lines(page)
+            count, page = count + len(page), []
+    yield _encode_lines(page)
+    yield _encode_lines([{"end": {"streams": len(streams), "blocks": count + len(page)}}])
+
+
+def _blocks(part: Part) -> Iterator[tuple[bytes, list[dict[str, Any]]]]:
+    """Block keys in order, with their holders; read a page at a time."""
+    start = b""
     while True:
-        with reader.snapshot() as (txn, tables, records):
+        with part.snapshot() as (txn, tables, records):
             rows = _page(txn, tables.blocks, start)
-        known = {value: _holders(value, records) for value in {value for _, value in rows}}
-        held = [{"block": key.hex(), "holders": known[value]} for key, value in rows if known[value]]
-        count += len(held)
         if not rows:
-            yield _encode_lines([{"end": {"streams": len(streams), "blocks": count}}])
             return
-        yield _encode_lines(held)
+        known = {value: _holders(value, records) for value in {value for _, value in rows}}
+        yield from ((key, known[value]) for key, value in rows if known[value])
         start = rows[-1][0] + b"\0"
 
 
-def dump_events(reader: MapReader) -> Iterator[bytes]:
+def dump_events(reader: View) -> Iterator[bytes]:
     """One JSON object in the shape of ``GET /dump`` of Dynamo's standalone indexer, a page at a time.
 
     As seen on ``dynamo.indexer`` 1.6.1: ``{"MODEL:TENANT": {"block_size", "events": [stored event, ...]}}``,
     one event a block and tier here, not in the order of the chain. ``tokens_hash`` is null, because local
     hashes are not kept; ``key`` is our block key. Raises MapError.
     """
-    with reader.snapshot() as (_, _, records):
-        models: dict[str, list[StreamRecord]] = {}
-        for record in records:
-            models.setdefault(record.registration.model_name, []).append(record)
+    models: dict[str, list[tuple[Part, StreamRecord]]] = {}
+    for part in reader.parts:
+        with part.snapshot() as (_, _, records):
+            for record in records:
+                models.setdefault(record.registration.model_name, []).append((part, record))
     opening = b"{"
     for model, members in models.items():
-        head = {"block_size": next((one.block_size for one in members if one.block_size), None)}
+        head = {"block_size": next((one.block_size for _, one in members if one.block_size), None)}
         yield opening + _encode(f"{model}:{TENANT}") + b":" + _encode(head)[:-1] + b',"events":['
         comma = b""
-        for events in _events(reader, members):
+        for events in _events(members):
             yield comma + _encode(events)[1:-1]
             comma = b","
         yield b"]}"
@@ -75,12 +91,12 @@ def dump_events(reader: MapReader) -> Iterator[bytes]:
     yield b"}" if models else b"{}"
 
 
-def _events(reader: MapReader, members: list[StreamRecord]) -> Iterator[list[dict[str, Any]]]:
+def _events(members: list[tuple[Part, StreamRecord]]) -> Iterator[list[dict[str, Any]]]:
     """Stored events of streams, page by page; a stream whose generation ends meanwhile ends there."""
-    for member in members:
+    for part, member in members:
         prefix = start = slot_key(member.slot)
         while True:
-            with reader.snapshot() as (txn, tables, records):
+            with part.snapshot() as (txn, tables, records):
                 still = any(record.generation == member.generation for record in records)
                 rows = _page(txn, tables.names, start, prefix) if still else []
             if not rows:
@@ -156,7 +172,7 @@ def _u64(engine_hash: bytes) -> int:
 class DumpApi:
     """Handlers of dumps, streamed."""
 
-    def __init__(self, reader: MapReader) -> None:
+    def __init__(self, reader: View) -> None:
         self._reader = reader
 
     def routes(self) -> list[web.RouteDef]:

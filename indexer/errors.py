@@ -33,6 +33,10 @@ class MapFullError(MapError):
     """The map has no room for the change; nothing of it was applied."""
 
 
+class ShardDownError(IndexerError):
+    """The shard that follows a stream does not answer."""
+
+
 class RegistrationError(IndexerError):
     """A registration that cannot be taken."""
 

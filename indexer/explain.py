@@ -8,13 +8,14 @@ from typing import Any
 from events.schema import token_array
 from indexer.keys import local_hashes, prompt_keys
 from indexer.layout import TIERS, StreamRecord
-from indexer.reader import MapReader, Matched, serves
+from indexer.reader import Matched, serves
+from indexer.shard_reader import View
 
 MAX_STEPS = 512
 
 
 def explain(
-    reader: MapReader,
+    reader: View,
     model: str,
     tokens: Sequence[int],
     *,
@@ -61,7 +62,7 @@ def _of_another_model(record: StreamRecord) -> dict[str, Any]:
 class _Explanation:
     """One stream's answer to one prompt."""
 
-    def __init__(self, reader: MapReader, record: StreamRecord, matched: Matched) -> None:
+    def __init__(self, reader: View, record: StreamRecord, matched: Matched) -> None:
         self._reader = reader
         self._record = record
         self._matched = matched

@@ -41,6 +41,10 @@ LEAST_CREDIT = 0.1
 WEIGHTS = {"live": 1.0, "replaying": 0.5, "partial": 0.5}
 
 
+KeysOf = Callable[[StreamRecord, int], list[bytes]]
+"""The block keys of a prompt, as a stream with that block size has them."""
+
+
 class Matched(msgspec.Struct, frozen=True):
     """What one stream holds of a prompt.
 
@@ -130,6 +134,11 @@ class MapReader:
             env.close()
             raise MapError(f"the map in {path} cannot be locked; mount the folder so that it can be written")
         return cls(env, tables, trust=trust, owns=True, file=path / DATA_FILE)
+
+    @property
+    def parts(self) -> Sequence[MapReader]:
+        """The maps that this is made of: itself."""
+        return (self,)
 
     def close(self) -> None:
         if self._owns:
@@ -223,33 +232,17 @@ class MapReader:
         Streams that match nothing are in the answer with zeros; it is empty for an unknown model. Raises
         MapError when the map cannot be read, ValueError for a token id outside u32.
         """
-        ids = token_array(tokens)
-
-        def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
-            return prompt_keys(
-                ids,
-                model=record.registration.model_name,
-                block_size=block_size,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                additional_salt=record.registration.additional_salt,
-            )
-
-        return self._query(model, keys_of)
+        return self.query_keys(model, keys_of_prompt(tokens, lora_name, cache_salt))
 
     def query_local(
         self, model: str, locals_: Sequence[bytes], *, lora_name: str | None = None
     ) -> list[Matched]:
         """As :meth:`query`, from the local hashes of the prompt's blocks."""
 
-        def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
-            registered = record.registration
-            root = root_key(registered.model_name, lora_name, block_size, registered.additional_salt)
-            return block_keys(root, locals_)
+        return self.query_keys(model, keys_of_locals(locals_, lora_name))
 
-        return self._query(model, keys_of)
-
-    def _query(self, model: str, keys_of: Callable[[StreamRecord, int], list[bytes]]) -> list[Matched]:
+    def query_keys(self, model: str, keys_of: KeysOf) -> list[Matched]:
+        """As :meth:`query`, for a prompt that is told by the keys of its blocks."""
         with self._begin() as txn:
             age = self._heartbeat_age(txn)
             families: dict[tuple[Any, ...], list[StreamRecord]] = {}
@@ -266,7 +259,7 @@ class MapReader:
         self,
         txn: lmdb.Transaction,
         members: list[StreamRecord],
-        keys_of: Callable[[StreamRecord, int], list[bytes]],
+        keys_of: KeysOf,
     ) -> list[dict[int, int]]:
         """Leading blocks by slot, for GPU, GPU and CPU, all tiers.
 
@@ -348,6 +341,46 @@ class MapReader:
         """Bytes of the pages that hold entries."""
         with self._begin() as txn:
             return used_bytes(txn, self._tables)
+
+
+def keys_of_prompt(tokens: Sequence[int], lora_name: str | None, cache_salt: str | None) -> KeysOf:
+    """The block keys of a prompt by stream, each kind made once. Raises ValueError for a token beyond u32."""
+    ids = token_array(tokens)
+
+    def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
+        return prompt_keys(
+            ids,
+            model=record.registration.model_name,
+            block_size=block_size,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+            additional_salt=record.registration.additional_salt,
+        )
+
+    return _once(keys_of)
+
+
+def keys_of_locals(locals_: Sequence[bytes], lora_name: str | None) -> KeysOf:
+    """As :func:`keys_of_prompt`, from the local hashes of the prompt's blocks."""
+
+    def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
+        registered = record.registration
+        root = root_key(registered.model_name, lora_name, block_size, registered.additional_salt)
+        return block_keys(root, locals_)
+
+    return _once(keys_of)
+
+
+def _once(keys_of: KeysOf) -> KeysOf:
+    made: dict[tuple[Any, ...], list[bytes]] = {}
+
+    def kept(record: StreamRecord, block_size: int) -> list[bytes]:
+        family = (*_family(record), block_size)
+        if family not in made:
+            made[family] = keys_of(record, block_size)
+        return made[family]
+
+    return kept
 
 
 def serves(record: StreamRecord, model: str) -> bool:

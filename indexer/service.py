@@ -4,60 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from events.address import AddressError, cannot_listen, host_and_port, http_url
 from events.subscriber import Subscriber
-from indexer.api import QueryApi, answer, errors_as_json
+from indexer.api import QueryApi, RegisterApi, answer, errors_as_json
 from indexer.bounds import Bounds
-from indexer.debug import DebugApi
+from indexer.debug import DebugApi, ReplicasApi
 from indexer.dump import DumpApi
-from indexer.errors import ListenError, SettingsError
 from indexer.feedback_api import FeedbackApi
-from indexer.ingest import HEARTBEAT_S, Ingest
+from indexer.front import serve_shards
+from indexer.ingest import Ingest
+from indexer.listening import REQUEST_LIMIT_BYTES, listening
 from indexer.metrics import IndexerMetrics
-from indexer.reader import HEARTBEAT_LIMIT_S, MapReader
+from indexer.reader import MapReader
+from indexer.readiness import HEALTHY_S, Readiness
 from indexer.settings import IndexerSettings
+from indexer.sharding import check_division
 from indexer.witness import Witness
 from indexer.writer import MapWriter
 
-log = logging.getLogger(__name__)
-
-REQUEST_LIMIT_BYTES = 64 << 20
-SHUTDOWN_S = 5.0
 GC_THRESHOLDS = (100_000, 20, 20)
-SETTLING = frozenset({"connecting", "unverified", "replaying"})
-
-
-class Readiness:
-    """Ready once every stream has proven itself, or a deadline passed; then as long as the map is fed."""
-
-    def __init__(self, reader: MapReader, deadline_s: float, clock: Callable[[], float] = time.monotonic):
-        self._reader = reader
-        self._clock = clock
-        self._until = clock() + deadline_s
-        self._settled = False
-
-    def settling(self) -> list[str]:
-        """Streams that ``/ready`` waits for."""
-        if not self._settled:
-            waiting = [
-                f"{status.record.id[0]} rank {status.record.id[1]}: {status.record.state}"
-                for status in self._reader.streams()
-                if status.record.state in SETTLING
-            ]
-            if waiting and self._clock() < self._until:
-                return waiting
-            self._settled = True
-        return []
 
 
 class Indexer:
@@ -79,8 +50,10 @@ class Indexer:
     def application(self) -> web.Application:
         """The HTTP application."""
         app = web.Application(middlewares=[errors_as_json], client_max_size=REQUEST_LIMIT_BYTES)
-        app.add_routes(QueryApi(self.ingest, self.reader, self.metrics).routes())
-        app.add_routes(DebugApi(self.ingest, self.reader, self.subscriber).routes())
+        app.add_routes(RegisterApi(self.ingest).routes())
+        app.add_routes(QueryApi(self.reader, self.metrics).routes())
+        app.add_routes(ReplicasApi(self.ingest, self.reader, self.subscriber).routes())
+        app.add_routes(DebugApi(self.reader).routes())
         app.add_routes(DumpApi(self.reader).routes())
         app.add_routes(FeedbackApi(self.ingest, self.reader).routes())
         app.add_routes(
@@ -105,7 +78,7 @@ class Indexer:
 
     @property
     def _fed(self) -> bool:
-        return self.reader.heartbeat_age() <= max(HEARTBEAT_LIMIT_S, 4 * HEARTBEAT_S)
+        return self.reader.heartbeat_age() <= HEALTHY_S
 
     async def _health(self, _: web.Request) -> web.Response:
         return answer({"status": "ok"}) if self._fed else answer({"status": "ingesting stands still"}, 503)
@@ -120,42 +93,36 @@ class Indexer:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-@asynccontextmanager
-async def listening(app: web.Application, listen: str) -> AsyncIterator[str]:
-    """Serves ``app`` at ``listen``; gives its URL. Raises SettingsError, ListenError."""
-    try:
-        host, port = host_and_port(listen)
-    except AddressError as error:
-        raise SettingsError(str(error)) from error
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise ListenError(cannot_listen(listen, error)) from error
-        url = http_url(host, runner.addresses[0][1])
-        log.info("listening on %s", url)
-        yield url
-    finally:
-        await runner.cleanup()
-
-
 async def serve(settings: IndexerSettings) -> None:
     """Runs an indexer until SIGTERM or SIGINT. Raises IndexerError when it cannot start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    check_division(Path(settings.map), settings.shards)
+    if settings.shards > 1:
+        await serve_shards(settings, stop)
+    else:
+        await run(settings, stop)
+
+
+async def run(
+    settings: IndexerSettings, stop: asyncio.Event, listens: Callable[[str], None] | None = None
+) -> None:
+    """Runs one writer with its map and server until ``stop``; ``listens`` is told the URL.
+
+    Raises IndexerError.
+    """
     # A group of batches is many small objects without cycles: looked through less often, they cost less.
     gc.set_threshold(*GC_THRESHOLDS)
     indexer = Indexer(settings)
     try:
-        async with listening(indexer.application(), settings.listen) as url:
+        async with listening(indexer.application(), settings.listen, quiet=listens is not None) as url:
             indexer.writer.set_address(settings.advertise or url)
             indexer.start()
             indexer.witness.start()
+            if listens is not None:
+                listens(url)
             await stop.wait()
             await indexer.witness.close()
     finally:

@@ -35,6 +35,14 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Annotated[int, Meta(ge=1 << 18)] | None,
         Meta(description="Bytes of entries above which the oldest go; a quarter of --map-size unless set."),
     ] = None
+    shards: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Writer processes, each with its share of the replicas and of the map.",
+        ),
+    ] = 1
     max_blocks: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Blocks of one rank of a replica above which its oldest go."),

@@ -16,7 +16,8 @@ from typing import Protocol, TypeVar
 
 from indexer.client import IndexerClient
 from indexer.errors import IndexerAnswerError, IndexerClientError, MapError, MapMissingError
-from indexer.reader import MapReader, Matched
+from indexer.reader import Matched
+from indexer.shard_reader import View, open_map
 from router.errors import LookupFailedError
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class MapLookup:
         self._path = path
         self._timeout_s = timeout_s
         self._clock = clock
-        self._reader: MapReader | None = None
+        self._reader: View | None = None
         self._failure: LookupFailedError | None = None
         self._retry_at = float("-inf")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="map-reader")
@@ -108,13 +109,13 @@ class MapLookup:
             self._close_reader()
             raise self._failed("map-failed", error) from error
 
-    def _open(self) -> MapReader:
+    def _open(self) -> View:
         if self._reader is not None:
             return self._reader
         if self._failure is not None and self._clock() < self._retry_at:
             raise self._failure
         try:
-            self._reader = MapReader.open(self._path)
+            self._reader = open_map(self._path)
         except MapMissingError as error:
             raise self._failed("map-missing", error) from error
         except MapError as error:

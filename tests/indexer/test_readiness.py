@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from indexer.service import Readiness
+from indexer.readiness import Readiness
 
 PROMPT = list(range(28))
 DEADLINE_S = 30.0
