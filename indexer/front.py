@@ -87,7 +87,7 @@ class Front:
         async with lock:
             home = home_of(registration, len(self._shards))
             for number, record in self._following(registration.instance, registration.dp_rank):
-                if number != home:
+                if number != home and record.rank is None:
                     gone = {
                         "instance_id": record.registration.instance_id,
                         "model_name": record.registration.model_name,

@@ -11,6 +11,9 @@ from events.address import AddressError, host_and_port
 from indexer.errors import SettingsError
 from indexer.layout import DEFAULT_MAP_SIZE, PARTIAL_TTL_S
 
+LEAST_SIZE = 1 << 20
+LEAST_BUDGET = 1 << 18
+
 
 class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the map is, and where to answer."""
@@ -26,13 +29,13 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     map_size: Annotated[
         int,
         Meta(
-            ge=1 << 20,
+            ge=LEAST_SIZE,
             le=1 << 46,
             description="Room reserved for the map, bytes; the file grows as it fills.",
         ),
     ] = DEFAULT_MAP_SIZE
     map_budget: Annotated[
-        Annotated[int, Meta(ge=1 << 18)] | None,
+        Annotated[int, Meta(ge=LEAST_BUDGET)] | None,
         Meta(description="Bytes of entries above which the oldest go; a quarter of --map-size unless set."),
     ] = None
     shards: Annotated[

@@ -14,10 +14,9 @@ from xxhash import xxh3_64_intdigest
 from indexer.errors import MapError, MapMissingError, SettingsError
 from indexer.folder import DATA_FILE
 from indexer.registration import Registration
-from indexer.settings import IndexerSettings
+from indexer.settings import LEAST_BUDGET, LEAST_SIZE, IndexerSettings
 
 COUNT_FILE = "shards"
-MIN_SHARE_BYTES = 1 << 20
 
 
 def shard_of(name: str, shards: int) -> int:
@@ -86,17 +85,17 @@ def divide(path: Path, shards: int) -> None:
 
 def share_of(settings: IndexerSettings, number: int) -> IndexerSettings:
     """The settings of one shard: its map, and its share of the room. Raises SettingsError."""
-    size = settings.map_size // settings.shards
-    if size < MIN_SHARE_BYTES:
-        raise SettingsError(
-            f"map_size {settings.map_size} is too little for {settings.shards} shards; "
-            f"give at least {MIN_SHARE_BYTES * settings.shards}"
-        )
+    size, budget = settings.map_size // settings.shards, settings.budget_bytes // settings.shards
+    for name, share, least in (("map_size", size, LEAST_SIZE), ("map_budget", budget, LEAST_BUDGET)):
+        if share < least:
+            raise SettingsError(
+                f"{name} is too little for {settings.shards} shards; give at least {least * settings.shards}"
+            )
     return msgspec.structs.replace(
         settings,
         map=str(shard_folder(Path(settings.map), number)),
         map_size=size,
-        map_budget=settings.budget_bytes // settings.shards,
+        map_budget=budget,
         shards=1,
         listen="127.0.0.1:0",
     )

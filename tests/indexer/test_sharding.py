@@ -58,8 +58,10 @@ def test_the_room_is_shared_out() -> None:
 
 
 def test_a_map_too_small_to_share_is_refused_and_says_what_is_enough() -> None:
-    with pytest.raises(SettingsError, match="too little for 4 shards; give at least 4194304"):
+    with pytest.raises(SettingsError, match="map_size is too little for 4 shards; give at least 4194304"):
         share_of(IndexerSettings(map_size=3 << 20, shards=4), 0)
+    with pytest.raises(SettingsError, match="map_budget is too little for 4 shards; give at least 1048576"):
+        share_of(IndexerSettings(map_size=8 << 20, map_budget=1 << 19, shards=4), 0)
 
 
 def test_a_folder_is_divided_once_and_only_so(tmp_path: Path) -> None:
