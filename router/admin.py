@@ -88,6 +88,7 @@ class Admin:
             "name": replica.name,
             "url": replica.url,
             "health": replica.health,
+            "standing": self._fleet.outliers.standing(replica.name),
             "last_error": replica.last_error,
             "process_started": replica.process_started,
             "model": models.model if models else None,

@@ -116,6 +116,13 @@ class Decider:
         )
         return decision, self._load.reserve(chosen.stream, prefill_tokens, streams=plan.streams)
 
+    def has_another(self, plan: Plan, failed: Collection[str]) -> bool:
+        """Whether a replica that is none of ``failed`` could take the request now."""
+        try:
+            return bool(self._streams(plan, failed))
+        except RefusedError:
+            return False
+
     def _streams(self, plan: Plan, failed: Collection[str]) -> list[StreamId]:
         fleet = self._fleet
         replicas = fleet.serving(plan.model)
@@ -139,7 +146,7 @@ class Decider:
                 retry_after=RETRY_AFTER_S,
                 reason="saturated",
             )
-        return streams
+        return fleet.admitted(streams)
 
     def _turn(self, plan: Plan, attempt: int) -> int:
         # Models that nobody serves share one count: the book must not grow with what clients make up.

@@ -17,6 +17,7 @@ from router.decision import Decision
 from router.decision_log import Entry, Outcome
 from router.load import Reservation
 from router.metrics import RouterMetrics
+from router.outliers import Outliers
 from router.plan import Plan
 from router.relay import RelayedAnswer
 from router.tap import SECRET_HEADERS, Done, Recorder, Sent
@@ -41,6 +42,7 @@ class Exchange:
         entry: Entry,
         reservation: Reservation,
         metrics: RouterMetrics,
+        outliers: Outliers,
         recorder: Recorder | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,6 +52,7 @@ class Exchange:
         self._entry = entry
         self._reservation = reservation
         self._metrics = metrics
+        self._outliers = outliers
         self._recorder = recorder
         self._clock = clock
         self._begun = clock()
@@ -61,6 +64,9 @@ class Exchange:
         self.actual_cached_tokens: int | None = None
         self.placed = True
         self.status = CANCELLED
+        self.replica_failed: bool | None = None
+        """Whether the replica is to blame for how it ended; None as long as it ended in no way that tells."""
+        outliers.chosen(self.decision.chosen[0])
 
     def sending(self, request: web.Request, body: bytes, headers: CIMultiDict[str]) -> None:
         """The request goes out now."""
@@ -120,6 +126,7 @@ class Exchange:
             status = str(self._upstream.status)
         self.status = status
         self._reservation.release()
+        self._judge()
         if self._upstream is not None:
             self._upstream.close()
         said = self._relayed.tap.answer() if self._relayed is not None else NOTHING
@@ -132,6 +139,15 @@ class Exchange:
         )
         if self._recorded:
             self._record_done(said)
+
+    def _judge(self) -> None:
+        replica = self.decision.chosen[0]
+        if self.replica_failed is None:
+            self._outliers.let_go(replica)
+        elif self.replica_failed:
+            self._outliers.failed(replica)
+        else:
+            self._outliers.succeeded(replica)
 
     def _compare(self, said: Answer) -> None:
         """Predicted against actual cached tokens, where the engine says them of the same prompt."""

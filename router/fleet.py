@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import aiohttp
@@ -15,6 +17,7 @@ import msgspec
 
 from events.logs import Throttled
 from router.errors import RouterError
+from router.outliers import OutlierRules, Outliers, RandomSource
 from router.replicas import EventSource, Health, Models, Replica, ReplicaSpec, StreamId, at_host
 
 log = logging.getLogger(__name__)
@@ -103,6 +106,8 @@ class Fleet:
         health_interval_s: float = 2.0,
         health_timeout_s: float = 2.0,
         refresh_interval_s: float = 30.0,
+        outlier_rules: OutlierRules | None = None,
+        rng: RandomSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replicas: dict[str, Replica] = {spec.name: Replica(spec) for spec in specs}
@@ -116,6 +121,14 @@ class Fleet:
         self._refreshed_at = float("-inf")
         self._throttled = Throttled(log, clock)
         self.changed: Callable[[], None] = lambda: None
+        self.outliers = Outliers(
+            outlier_rules or OutlierRules(),
+            lambda: len(self.usable()),
+            rng or random.Random(),
+            ejected=self._note_ejection,
+            clock=clock,
+        )
+        self.ejections: Counter[str] = Counter()
 
     def start(self) -> None:
         """Starts watching."""
@@ -149,6 +162,11 @@ class Fleet:
         usable = self.usable()
         known = [replica for replica in usable if replica.resolve(model) is not None]
         return known or [replica for replica in usable if replica.models is None]
+
+    def admitted(self, streams: Sequence[StreamId]) -> list[StreamId]:
+        """The streams of replicas that are not kept from requests now; all where that would leave none."""
+        admitted = set(self.outliers.admit(list(dict.fromkeys(name for name, _ in streams))))
+        return [stream for stream in streams if stream[0] in admitted]
 
     def knows(self, model: str | None) -> bool:
         """Whether some replica serves ``model`` or might, healthy or not."""
@@ -188,9 +206,11 @@ class Fleet:
             return
         before, replica.health = replica.health, health
         if health is Health.UP:
+            if before is Health.DOWN:
+                self.outliers.came_back(replica.name)
             replica.last_error = None
             log.info("replica %s is up", replica.name)
-        elif before is not health:
+        else:
             log.warning("replica %s is down: %s", replica.name, error)
         self.changed()
 
@@ -256,6 +276,16 @@ class Fleet:
         if sources != replica.sources:
             replica.sources = sources
             self.changed()
+
+    def _note_ejection(self, name: str, seconds: float) -> None:
+        self.ejections[name] += 1
+        self._throttled.warning(
+            f"{name} ejected",
+            "replica %s is kept from requests for %g s: too many in a row failed, the last one: %s",
+            name,
+            seconds,
+            self.replicas[name].last_error,
+        )
 
     def _complain(self, replica: Replica, error: Exception) -> None:
         replica.last_error = str(error) or type(error).__name__

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.fleet import Fleet
 from router.load import Load
+from router.outliers import Standing
 from router.replicas import Health
 
 PREFIX = "warmroute_router_"
@@ -86,8 +87,14 @@ class _Now(Collector):
         self._fleet = fleet
         self._load = load
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily(PREFIX + "replica_up", "1 for a replica that is healthy", labels=("replica",))
+        kept_out = GaugeMetricFamily(
+            PREFIX + "replica_ejected", "1 for a replica that is kept from requests", labels=("replica",)
+        )
+        ejections = CounterMetricFamily(
+            PREFIX + "ejections", "Times that a replica was kept from requests", labels=("replica",)
+        )
         requests = self._gauge("inflight_requests", "Requests in flight")
         prefill = self._gauge("inflight_prefill_tokens", "Uncached prompt tokens sent and not yet answered")
         decoding = self._gauge("inflight_decoding", "Requests being answered")
@@ -95,6 +102,9 @@ class _Now(Collector):
         age = self._gauge("load_age_seconds", "Age of what the replica last said of its load")
         for replica in self._fleet.replicas.values():
             up.add_metric((replica.name,), float(replica.health is Health.UP))
+            standing = self._fleet.outliers.standing(replica.name)
+            kept_out.add_metric((replica.name,), float(standing in (Standing.EJECTED, Standing.HALF_OPEN)))
+            ejections.add_metric((replica.name,), self._fleet.ejections[replica.name])
             for name, rank in replica.streams():
                 load = self._load.ours((name, rank))
                 labels = (name, str(rank))
@@ -105,7 +115,7 @@ class _Now(Collector):
                 age_s = self._load.report_age_s((name, rank))
                 if age_s is not None:
                     age.add_metric(labels, age_s)
-        yield from (up, requests, prefill, decoding, others, age)
+        yield from (up, kept_out, ejections, requests, prefill, decoding, others, age)
 
     @staticmethod
     def _gauge(name: str, text: str) -> GaugeMetricFamily:

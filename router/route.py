@@ -14,15 +14,22 @@ from opentelemetry.trace import Span
 from events.logs import Throttled
 from router.decider import RETRY_AFTER_S, Decider
 from router.decision_log import DecisionLog
-from router.errors import DisconnectedError, RefusedError, UnreachableError, UpstreamError
+from router.errors import (
+    DisconnectedError,
+    RefusedError,
+    UnreachableError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
 from router.exchange import CANCELLED, Exchange
 from router.fleet import Fleet
 from router.headers import RANK, REQUEST_ID, request_id_of, to_replica
+from router.kept import KeptAnswer, keep
 from router.metrics import RouterMetrics
 from router.plan import Plan, Planner
 from router.prompt import CHAT_PATH, COMPLETIONS_PATH, model_of
 from router.refusal import refusal
-from router.relay import ClientGoneError, refused
+from router.relay import ClientGoneError, RelayedAnswer, refused
 from router.tap import Recorder
 from router.tracing import Tracing, describe_decision, describe_request
 from router.upstream import Upstream, UpstreamAnswer
@@ -30,7 +37,19 @@ from router.upstream import Upstream, UpstreamAnswer
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+SERVER_ERRORS = frozenset(range(500, 600)) - {501, 505}
+"""Those that another replica may not give; 501 and 505 are about the request."""
+UNREACHABLE, DISCONNECTED, STALE = "unreachable", "disconnected", "stale"
+NONSENSE, BROKEN = "nonsense", "broken"
 PROMPT_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
+REPEATABLE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
+"""Doing it twice is doing it once (RFC 9110, section 9.2.2)."""
+REPEATABLE_PATHS = (
+    *PROMPT_PATHS,
+    *("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/pooling", "/v1/moderations"),
+    *("/v1/messages", "/v1/audio/transcriptions", "/v1/audio/translations"),
+)
+"""What only computes. A POST to any other path may leave something behind and is not done twice."""
 
 
 class Route:
@@ -47,6 +66,7 @@ class Route:
         decisions: DecisionLog,
         *,
         attempts: int,
+        retry_server_errors: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         self._fleet = fleet
@@ -57,6 +77,7 @@ class Route:
         self._tracing = tracing
         self._decisions = decisions
         self._attempts = attempts
+        self._retry_server_errors = retry_server_errors
         self._recorder = recorder
         self._throttled = Throttled(log)
 
@@ -67,16 +88,18 @@ class Route:
             journey = _Journey(request_id)
             try:
                 response = await self._serve(request, journey, span)
-                journey.status = journey.exchanges[-1].status
+                journey.status = journey.last.status if journey.last else None
             except RefusedError as error:
                 response = refusal(error, self._decider.policy.name, journey.headers())
                 journey.status = str(error.status)
             except ClientGoneError:
                 # Nobody reads this answer; the handler just has to return one.
-                journey.status = journey.exchanges[-1].status
+                journey.status = CANCELLED
+                if journey.last is not None:
+                    journey.status = journey.last.status
                 return web.Response(status=CLIENT_CLOSED_REQUEST)
             except asyncio.CancelledError:
-                journey.status = journey.exchanges[-1].status if journey.exchanges else CANCELLED
+                journey.status = journey.last.status if journey.last else CANCELLED
                 raise
             except Exception as error:
                 journey.status = "500"
@@ -92,13 +115,18 @@ class Route:
             exchange = self._choose(plan, journey, decide_span)
         while True:
             try:
-                return await self._attempt(request, body, exchange)
+                return await self._attempt(request, body, exchange, journey)
             except _AttemptFailedError as failure:
                 self._note_failure(journey, failure)
-            if len(journey.exchanges) >= self._attempts:
-                raise _out_of_attempts(journey.failed)
-            with self._tracing.decide() as decide_span:
-                exchange = self._choose(plan, journey, decide_span)
+            try:
+                if len(journey.failed) >= self._attempts:
+                    raise _out_of_attempts(journey.failed)
+                with self._tracing.decide() as decide_span:
+                    exchange = self._choose(plan, journey, decide_span)
+            except RefusedError:
+                if journey.answer is None:
+                    raise
+                return await self._give_kept(request, journey, journey.answer)
 
     async def _plan(self, request: web.Request, body: bytes, request_id: str) -> Plan:
         if request.method == "POST" and request.path in PROMPT_PATHS:
@@ -118,39 +146,47 @@ class Route:
         """Decides and books. Nothing is awaited between the booking and the exchange that will release it."""
         attempt = len(journey.exchanges) + 1
         decision, reservation = self._decider.decide(plan, journey.failed, attempt)
-        exchange = Exchange(plan, self._decisions.add(decision), reservation, self._metrics, self._recorder)
+        entry, outliers = self._decisions.add(decision), self._fleet.outliers
+        exchange = Exchange(plan, entry, reservation, self._metrics, outliers, self._recorder)
         journey.exchanges.append(exchange)
+        journey.last = exchange
         self._metrics.decisions.labels(decision.policy, decision.mode).inc()
         if attempt == 1 and decision.fallback is not None:
             self._metrics.fallbacks.labels(decision.fallback).inc()
         describe_decision(span, decision)
         return exchange
 
-    async def _attempt(self, request: web.Request, body: bytes, exchange: Exchange) -> web.StreamResponse:
+    async def _attempt(
+        self, request: web.Request, body: bytes, exchange: Exchange, journey: _Journey
+    ) -> web.StreamResponse:
         """Sends the request to the chosen replica and relays the answer.
 
         Raises _AttemptFailedError for what may be tried elsewhere: no byte of an answer has been seen then.
         """
         status = "500"
         try:
-            answer = await self._send(request, body, exchange)
+            answer = await self._send(request, body, exchange, journey)
             relayed = exchange.answered(answer)
             decision = exchange.decision
+            exchange.replica_failed = answer.status in SERVER_ERRORS or None
+            if exchange.replica_failed and self._may_go_on(request, exchange, journey):
+                await self._keep(answer, exchange)
             try:
-                response = await relayed.relay(
-                    request, {**decision.headers(), REQUEST_ID: decision.request_id}
-                )
+                response = await relayed.relay(request, _ours(exchange))
             finally:
                 if relayed.failure is not None:
+                    exchange.replica_failed = True
                     self._metrics.broken.labels(decision.chosen[0]).inc()
                     self._fleet.failed(decision.chosen[0], str(relayed.failure), unreachable=False)
             status = "broken" if relayed.failure is not None else str(answer.status)
+            exchange.replica_failed = bool(exchange.replica_failed)
             return response
         except _AttemptFailedError as failure:
             status = failure.code
+            exchange.replica_failed = None if failure.code == STALE else True
             raise
         except RefusedError as error:
-            status = str(error.status)
+            status, exchange.replica_failed = str(error.status), True
             raise
         except (ClientGoneError, asyncio.CancelledError):
             status = CANCELLED
@@ -158,7 +194,42 @@ class Route:
         finally:
             exchange.finish(status)
 
-    async def _send(self, request: web.Request, body: bytes, exchange: Exchange) -> UpstreamAnswer:
+    def _may_repeat(self, request: web.Request) -> bool:
+        """Whether a request that has come to a replica may be sent to another one."""
+        repeatable = request.method in REPEATABLE_METHODS or request.path in REPEATABLE_PATHS
+        return repeatable and self._retry_server_errors
+
+    def _may_go_on(self, request: web.Request, exchange: Exchange, journey: _Journey) -> bool:
+        """Whether there is somebody else to try after this one."""
+        tried = journey.failed | {exchange.decision.chosen[0]}
+        left = len(tried) < self._attempts
+        return left and self._may_repeat(request) and self._decider.has_another(exchange.plan, tried)
+
+    async def _keep(self, answer: UpstreamAnswer, exchange: Exchange) -> None:
+        """Puts a server error aside, for the case that nobody else can do better: raises _AttemptFailedError.
+        Returns for one that is too long to be kept.
+        """
+        replica = exchange.decision.chosen[0]
+        try:
+            kept = await keep(answer)
+        except UpstreamError as error:
+            raise _AttemptFailedError(replica, BROKEN, str(error), refused(error, replica)) from error
+        if kept is not None:
+            raise _AttemptFailedError(replica, str(answer.status), f"answered {answer.status}", kept)
+
+    async def _give_kept(
+        self, request: web.Request, journey: _Journey, kept: tuple[Exchange, KeptAnswer | RefusedError]
+    ) -> web.StreamResponse:
+        """Nobody could do better: the client gets what the last replica said that said something."""
+        journey.last, said = kept
+        if isinstance(said, RefusedError):
+            raise said
+        relayed = RelayedAnswer(said, journey.last.decision.chosen[0], whole=False, on_first_byte=_nothing)
+        return await relayed.relay(request, _ours(journey.last))
+
+    async def _send(
+        self, request: web.Request, body: bytes, exchange: Exchange, journey: _Journey
+    ) -> UpstreamAnswer:
         name, rank = exchange.decision.chosen
         replica = self._fleet.replicas[name]
         ours = rank if replica.pins(exchange.decision.matched_tokens) else None
@@ -169,21 +240,40 @@ class Route:
         # Of a target in absolute form, as clients send it to proxies, the host is us.
         url = replica.url + request.rel_url.raw_path_qs
         try:
-            return await self._upstream.send(request.method, url, headers, body)
-        except (UnreachableError, DisconnectedError) as error:
-            raise _AttemptFailedError(name, error) from error
-        except UpstreamError as error:
+            return await self._upstream.send(request.method, url, headers, body, fresh=name in journey.stale)
+        except UnreachableError as error:
+            raise _AttemptFailedError(name, UNREACHABLE, str(error)) from error
+        except DisconnectedError as error:
+            if error.stale:
+                raise _AttemptFailedError(name, STALE, str(error)) from error
+            raise self._unanswered(request, name, DISCONNECTED, error) from error
+        except UpstreamTimeoutError as error:
+            # It may be at work on it: nobody else is asked to do the same.
             self._fleet.failed(name, str(error), unreachable=False)
             raise refused(error, name) from error
+        except UpstreamError as error:
+            raise self._unanswered(request, name, NONSENSE, error) from error
+
+    def _unanswered(self, request: web.Request, name: str, code: str, error: UpstreamError) -> Exception:
+        """What becomes of a request that came to the replica and got no answer."""
+        told = refused(error, name)
+        if self._may_repeat(request):
+            return _AttemptFailedError(name, code, str(error), told if code == NONSENSE else None)
+        self._fleet.failed(name, str(error), unreachable=False)
+        return told
 
     def _note_failure(self, journey: _Journey, failure: _AttemptFailedError) -> None:
-        """A kept-alive connection that had gone stale costs a try, but says nothing about the replica."""
+        """A kept-alive connection that had gone stale says nothing about the replica, which gets the request
+        again on a new one.
+        """
         self._metrics.retries.labels(failure.replica, failure.code).inc()
-        if failure.code == "stale" and failure.replica not in journey.stale:
+        if failure.code == STALE:
             journey.stale.add(failure.replica)
             return
         journey.failed.add(failure.replica)
-        self._fleet.failed(failure.replica, str(failure), unreachable=failure.code == "unreachable")
+        if failure.said is not None:
+            journey.answer = journey.exchanges[-1], failure.said
+        self._fleet.failed(failure.replica, str(failure), unreachable=failure.code == UNREACHABLE)
 
     def _give_up(self, request: web.Request, journey: _Journey, error: Exception) -> web.StreamResponse:
         """The last resort for what nobody foresaw. An error's own words could quote the request."""
@@ -195,7 +285,7 @@ class Route:
         return refusal(sorry, self._decider.policy.name, journey.headers())
 
     def _account(self, journey: _Journey, span: Span) -> None:
-        last = journey.exchanges[-1] if journey.exchanges else None
+        last = journey.last
         decision = last.decision if last else None
         policy = decision.policy if decision else self._decider.policy.name
         status = journey.status or "error"
@@ -204,19 +294,24 @@ class Route:
 
 
 class _AttemptFailedError(Exception):
-    """A replica that gave no byte of an answer."""
+    """A replica that failed, while the client has seen no byte of an answer. ``code`` is for metrics;
+    ``said`` is what the client gets when no other replica can do better.
+    """
 
-    def __init__(self, replica: str, error: UnreachableError | DisconnectedError) -> None:
-        super().__init__(str(error))
+    def __init__(
+        self, replica: str, code: str, message: str, said: KeptAnswer | RefusedError | None = None
+    ) -> None:
+        super().__init__(message)
         self.replica = replica
-        if isinstance(error, UnreachableError):
-            self.code = "unreachable"
-        else:
-            self.code = "stale" if error.stale else "disconnected"
+        self.code = code
+        self.said = said
 
 
 class _Journey:
-    """What one request has been through: its exchanges, the replicas that failed it, how it ended."""
+    """What one request has been through: its exchanges, the replicas that failed it, how it ended.
+
+    ``last`` is the exchange that the client's answer is of; ``answer`` what a replica said that failed.
+    """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -224,15 +319,26 @@ class _Journey:
         self.failed: set[str] = set()
         self.stale: set[str] = set()
         self.status: str | None = None
+        self.last: Exchange | None = None
+        self.answer: tuple[Exchange, KeptAnswer | RefusedError] | None = None
 
     def headers(self) -> dict[str, str]:
         """The headers for an answer of our own: the decision's, if it was the chosen replica that let us
         down.
         """
         headers = {REQUEST_ID: self.request_id}
-        if self.exchanges and self.exchanges[-1].status.isdecimal():
-            headers |= self.exchanges[-1].decision.headers()
+        if self.last is not None and self.last.status.isdecimal():
+            headers |= self.last.decision.headers()
         return headers
+
+
+def _ours(exchange: Exchange) -> dict[str, str]:
+    """The headers that we add to an answer."""
+    return {**exchange.decision.headers(), REQUEST_ID: exchange.decision.request_id}
+
+
+def _nothing() -> None:
+    pass
 
 
 def pinned_rank(headers: Mapping[str, str]) -> int | None:

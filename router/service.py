@@ -109,12 +109,18 @@ async def router_app(
         session = await stack.enter_async_context(
             upstream_session(settings.connect_timeout_s, settings.idle_timeout_s)
         )
+        fresh = await stack.enter_async_context(
+            upstream_session(settings.connect_timeout_s, settings.idle_timeout_s, fresh=True)
+        )
+        rng = random.Random(settings.seed)
         fleet = Fleet(
             specs,
             probes,
             health_interval_s=settings.health_interval_s,
             health_timeout_s=settings.health_timeout_s,
             refresh_interval_s=settings.refresh_interval_s,
+            outlier_rules=settings.outlier_rules(),
+            rng=rng,
         )
         router = RouterApp(settings, fleet, load := Load(), metrics := RouterMetrics())
         metrics.watch(fleet, load)
@@ -126,7 +132,6 @@ async def router_app(
         if map_lookup is not None:
             stack.push_async_callback(map_lookup.close)
         lookup = lookup or _lookup(settings, map_lookup, probes)
-        rng = random.Random(settings.seed)
         tokenizer = Tokenizer(
             session, timeout_s=settings.tokenize_timeout_s, cache_tokens=settings.token_cache_tokens, rng=rng
         )
@@ -137,11 +142,12 @@ async def router_app(
             Decider(
                 fleet, load, policy, POLICIES["least-loaded"], max_inflight=settings.max_inflight, rng=rng
             ),
-            upstream or AiohttpUpstream(session),
+            upstream or AiohttpUpstream(session, fresh),
             metrics,
             tracing,
             router.decisions,
             attempts=settings.attempts,
+            retry_server_errors=settings.retry_server_errors,
             recorder=recorder,
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from events.address import AddressError, host_and_port
 from router.errors import SettingsError
+from router.outliers import OutlierRules
 from router.policies import policy_named
 from router.replicas import checked_url, parse_replicas
 
@@ -48,6 +49,25 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     attempts: Annotated[
         int, Meta(ge=1, description="Replicas tried for one request, as long as none has answered a byte.")
     ] = 3
+    retry_server_errors: Annotated[
+        bool,
+        Meta(description="Whether an answer of 5xx is tried elsewhere, before a byte of it was passed on."),
+    ] = True
+    eject_after: Annotated[
+        int,
+        Meta(ge=0, description="Failed requests in a row that keep a replica from more of them; 0: never."),
+    ] = 5
+    eject_s: Annotated[
+        float, Meta(gt=0, description="How long the first time, seconds; doubled each time after.")
+    ] = 5.0
+    eject_max_s: Annotated[float, Meta(gt=0, description="How long at most, seconds.")] = 120.0
+    eject_share: Annotated[
+        float, Meta(ge=0, le=1, description="Share of the healthy replicas that may be kept out at once.")
+    ] = 0.5
+    slow_start_s: Annotated[
+        float,
+        Meta(ge=0, description="Time in which a replica that came back grows to a full candidate, seconds."),
+    ] = 10.0
     connect_timeout_s: Annotated[float, Meta(gt=0, description="Time to connect to a replica, seconds.")] = (
         2.0
     )
@@ -77,6 +97,16 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     decisions_kept: Annotated[int, Meta(ge=1, description="Decisions shown at /debug/decisions.")] = 200
     seed: Annotated[int | None, Meta(description="Seed of the tie-break, for runs that repeat.")] = None
+
+    def outlier_rules(self) -> OutlierRules:
+        """The rules by which failing replicas are kept from requests."""
+        return OutlierRules(
+            after=self.eject_after,
+            base_s=self.eject_s,
+            max_s=self.eject_max_s,
+            share=self.eject_share,
+            slow_start_s=self.slow_start_s,
+        )
 
     def check(self) -> None:
         """Raises SettingsError, which names the setting, for values that no router could run with. Looks at

@@ -46,20 +46,32 @@ class UpstreamAnswer(Protocol):
 class Upstream(Protocol):
     """Sends requests to engines."""
 
-    async def send(self, method: str, url: str, headers: CIMultiDict[str], body: bytes) -> UpstreamAnswer:
-        """The answer's head.
+    async def send(
+        self, method: str, url: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
+    ) -> UpstreamAnswer:
+        """The answer's head. ``fresh``: over a new connection, none that was kept alive.
 
         Raises UnreachableError, DisconnectedError, UpstreamTimeoutError, UpstreamError.
         """
         ...
 
 
-def upstream_session(connect_timeout_s: float, idle_timeout_s: float) -> aiohttp.ClientSession:
-    """A session for LLM traffic: no limit on connections or on total time, bytes as they are."""
+def upstream_session(
+    connect_timeout_s: float, idle_timeout_s: float, *, fresh: bool = False
+) -> aiohttp.ClientSession:
+    """A session for LLM traffic: no limit on connections or on total time, bytes as they are.
+
+    ``fresh`` makes one that keeps no connection.
+    """
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=DNS_TTL_S),
+        connector=aiohttp.TCPConnector(
+            limit=0,
+            keepalive_timeout=None if fresh else KEEPALIVE_S,
+            force_close=fresh,
+            ttl_dns_cache=DNS_TTL_S,
+        ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -80,15 +92,18 @@ async def _note_reuse(
 
 
 class AiohttpUpstream:
-    """The upstream over aiohttp's client."""
+    """The upstream over aiohttp's client: two sessions, the second one keeps no connection."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, fresh: aiohttp.ClientSession) -> None:
         self._session = session
+        self._fresh = fresh
 
-    async def send(self, method: str, url: str, headers: CIMultiDict[str], body: bytes) -> UpstreamAnswer:
+    async def send(
+        self, method: str, url: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
+    ) -> UpstreamAnswer:
         connection = SimpleNamespace(reused=False)
         try:
-            answer = await self._session.request(
+            answer = await (self._fresh if fresh else self._session).request(
                 method,
                 URL(url, encoded=True),
                 headers=headers,

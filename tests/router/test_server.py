@@ -111,7 +111,7 @@ async def test_a_target_in_absolute_form_is_served_like_its_path(
 async def test_px14_an_unforeseen_error_is_a_500_in_openais_shape_and_logged_once_without_the_request(
     start_engine: Any, start_router: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def surprise(*_: Any) -> Any:
+    async def surprise(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("sk-LEAK")
 
     monkeypatch.setattr(AiohttpUpstream, "send", surprise)

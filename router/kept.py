@@ -1,0 +1,51 @@
+"""An error answer put aside while another replica is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from multidict import CIMultiDictProxy
+
+from router.errors import BrokenAnswerError
+from router.upstream import UpstreamAnswer
+
+MAX_BYTES = 1024 * 1024
+"""More than this is no error message."""
+READ_TIMEOUT_S = 5.0
+
+
+class KeptAnswer:
+    """An answer that was read to its end: an ``UpstreamAnswer`` that needs no connection."""
+
+    def __init__(self, status: int, headers: CIMultiDictProxy[str], body: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self._body = body
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        if self._body:
+            yield self._body
+
+    def close(self) -> None:
+        """There is nothing to let go."""
+
+
+async def keep(answer: UpstreamAnswer) -> KeptAnswer | None:
+    """Reads the answer to its end; None, and nothing read, where it says that it is longer than a megabyte.
+
+    Raises UpstreamError for one that breaks off, turns out to be longer, or is not there within five seconds.
+    """
+    length = answer.headers.get("Content-Length", "")
+    if length.isdecimal() and int(length) > MAX_BYTES:
+        return None
+    body = bytearray()
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for chunk in answer.chunks():
+                body += chunk
+                if len(body) > MAX_BYTES:
+                    raise BrokenAnswerError(f"the body of its {answer.status} does not end")
+    except TimeoutError as error:
+        raise BrokenAnswerError(f"the body of its {answer.status} did not come") from error
+    return KeptAnswer(answer.status, answer.headers, bytes(body))

@@ -1,0 +1,233 @@
+"""Replicas that fail requests, and what the client sees of it: over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from router.outliers import Standing
+
+BODY = {"model": "m", "prompt": [1]}
+
+
+def answering(status: int, body: bytes = b'{"error":{"code":500}}', *, chunked: bool = False) -> Any:
+    """A handler that always answers so."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": "application/problem+json", "Retry-After": "7"}
+        response = web.StreamResponse(status=status, headers=headers)
+        if not chunked:
+            response.content_length = len(body)
+        await response.prepare(request)
+        await response.write(body)
+        return response
+
+    return answer
+
+
+async def dropping(request: web.Request) -> web.StreamResponse:
+    """A handler that cuts the connection."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+async def test_px09_a_server_error_goes_to_the_next_best_replica(
+    start_engine: Any, start_router: Any, status: int, chunked: bool
+) -> None:
+    sick, well = await start_engine(answer=answering(status, chunked=chunked)), await start_engine()
+    router = await start_router(sick, well, policy="round-robin", eject_after=0)
+    for _ in range(4):
+        response = await router.complete([1])
+        assert (response.status, response.headers["x-warmroute-replica"]) == (200, "e1")
+    assert (sick.generated, well.generated) == (2, 4)
+    assert response.headers["x-warmroute-reason"]
+    assert await router.metric("retries_total", replica="e0", reason=str(status)) == 2
+    assert await router.metric("requests_total", policy="round-robin", replica="e1", status="200") == 4
+    assert router.idle()
+
+
+@pytest.mark.parametrize("others", [answering(503), dropping])
+async def test_px06_the_last_server_error_is_relayed_as_it_came_when_nobody_can_do_better(
+    start_engine: Any, start_router: Any, others: Any
+) -> None:
+    engines = [await start_engine(answer=answering(503)), await start_engine(answer=others)]
+    router = await start_router(*engines, policy="round-robin", eject_after=0)
+    async with router.client.post(f"{router.url}/v1/completions", json=BODY) as response:
+        assert (response.status, await response.read()) == (503, b'{"error":{"code":500}}')
+        assert response.headers["Content-Type"] == "application/problem+json"
+        assert response.headers["Retry-After"] == "7"
+    replica = "e1" if others is not dropping else "e0"
+    assert response.headers["x-warmroute-replica"] == replica
+    assert [engine.generated for engine in engines] == [1, 1]
+    assert await router.metric("requests_total", policy="round-robin", replica=replica, status="503") == 1
+    assert router.idle()
+
+
+async def test_px09_the_attempt_budget_holds_for_server_errors(start_engine: Any, start_router: Any) -> None:
+    engines = [await start_engine(answer=answering(500)) for _ in range(4)]
+    router = await start_router(*engines, attempts=2, eject_after=0)
+    assert (await router.complete([1])).status == 500
+    assert sum(engine.generated for engine in engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "method", "path"),
+    [
+        ({"retry_server_errors": False}, "POST", "/v1/completions"),
+        ({"attempts": 1}, "POST", "/v1/completions"),
+        ({}, "POST", "/v1/files"),
+    ],
+)
+async def test_what_may_not_be_done_twice_is_sent_to_one_replica_only(
+    start_engine: Any, start_router: Any, settings: dict[str, Any], method: str, path: str
+) -> None:
+    for handler, status in ((answering(500), 500), (dropping, None)):
+        engines = [await start_engine(answer=handler), await start_engine(answer=handler)]
+        router = await start_router(*engines, **settings)
+        async with router.client.request(method, router.url + path, json=BODY) as response:
+            assert status is None or response.status == status
+            assert response.status >= 500
+        assert sum(engine.generated for engine in engines) == 1
+
+
+async def test_a_server_error_that_is_about_the_request_is_not_tried_elsewhere(
+    start_engine: Any, start_router: Any
+) -> None:
+    engines = [await start_engine(answer=answering(501)), await start_engine(answer=answering(501))]
+    router = await start_router(*engines, eject_after=1)
+    assert (await router.complete([1])).status == 501
+    assert sum(engine.generated for engine in engines) == 1
+    assert router.parts.fleet.outliers.standing("e0") is Standing.IN
+
+
+async def test_an_error_answer_that_is_too_long_to_keep_is_passed_on(
+    start_engine: Any, start_router: Any
+) -> None:
+    body = b"x" * (2 << 20)
+    engines = [
+        await start_engine(answer=answering(500, body)),
+        await start_engine(answer=answering(500, body)),
+    ]
+    router = await start_router(*engines)
+    async with router.client.post(f"{router.url}/v1/completions", json=BODY) as response:
+        assert (response.status, await response.read()) == (500, body)
+    assert sum(engine.generated for engine in engines) == 1
+
+
+async def test_px08_a_replica_whose_requests_fail_is_left_alone_and_taken_back(
+    start_engine: Any, start_router: Any
+) -> None:
+    sick, well = await start_engine(answer=answering(500)), await start_engine()
+    router = await start_router(sick, well, policy="round-robin", eject_after=3)
+    outliers, now = router.parts.fleet.outliers, 0.0
+    outliers._clock = lambda: now
+    for _ in range(20):
+        assert (await router.complete([1])).status == 200
+    assert sick.generated == 3
+    assert outliers.standing("e0") is Standing.EJECTED
+    shown = (await router.get("/debug/replicas"))["replicas"]
+    assert [(replica["health"], replica["standing"]) for replica in shown] == [
+        ("up", "ejected"),
+        ("up", "in"),
+    ]
+    assert await router.metric("replica_ejected", replica="e0") == 1
+    assert await router.metric("ejections_total", replica="e0") == 1
+    now = 5.0
+    for _ in range(4):
+        assert (await router.complete([1])).status == 200
+    assert sick.generated == 4
+    sick.answer = sick._answer
+    now = 15.0
+    for _ in range(4):
+        assert (await router.complete([1])).status == 200
+    assert outliers.standing("e0") is Standing.SLOW_START
+    now = 25.0
+    before = sick.generated
+    for _ in range(4):
+        await router.complete([1])
+    assert sick.generated == before + 2
+
+
+async def test_px08_client_errors_neither_eject_nor_go_elsewhere(
+    start_engine: Any, start_router: Any
+) -> None:
+    engines = [await start_engine(answer=answering(status)) for status in (400, 429)]
+    router = await start_router(*engines, policy="round-robin", eject_after=1)
+    for _ in range(50):
+        assert (await router.complete([1])).status in (400, 429)
+    assert [engine.generated for engine in engines] == [25, 25]
+    assert await router.metric("ejections_total", replica="e0") == 0
+
+
+async def test_px14_the_only_replica_is_asked_however_often_it_fails(
+    start_engine: Any, start_router: Any
+) -> None:
+    engine = await start_engine(answer=answering(500))
+    router = await start_router(engine, eject_after=1)
+    for _ in range(10):
+        assert (await router.complete([1])).status == 500
+    assert engine.generated == 10
+
+
+async def test_px09_a_killed_replica_costs_no_request_and_gets_traffic_again_when_it_is_back(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    engines = [await start_engine() for _ in range(4)]
+    router = await start_router(*engines, policy="least-loaded")
+    statuses: list[int] = []
+
+    async def client(number: int) -> None:
+        while not done.is_set():
+            stream = bool(number % 2)
+            body = {**BODY, "stream": stream}
+            async with router.client.post(f"{router.url}/v1/completions", json=body) as response:
+                content = await response.read()
+                statuses.append(response.status)
+                assert not stream or content.endswith(b"[DONE]\n\n")
+
+    async def more(count: int) -> None:
+        target = len(statuses) + count
+        await kit.wait_until(lambda: len(statuses) >= target, "requests are answered")
+
+    done = asyncio.Event()
+    clients = [asyncio.create_task(client(number)) for number in range(8)]
+    await more(100)
+    port = engines[0].port
+    await engines[0].stop()
+    await more(100)
+    seen = engines[0].generated
+    await engines[0].start(port)
+    await kit.wait_until(lambda: engines[0].generated > seen, "it gets requests again")
+    await more(50)
+    done.set()
+    await asyncio.gather(*clients)
+    assert set(statuses) == {200}
+    await kit.wait_until(router.idle, "nothing is in flight")
+
+
+async def test_px09_a_stale_connection_is_no_attempt(start_router: Any, start_engine: Any) -> None:
+    """The engine closes each connection at its second request, unanswered; the budget is one attempt."""
+    seen: set[int] = set()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        port = request.transport.get_extra_info("peername")[1]
+        if port in seen:
+            return await dropping(request)
+        seen.add(port)
+        return web.json_response({})
+
+    router = await start_router(await start_engine(answer=answer), attempts=1, health_interval_s=60)
+    for path in ("/v1/completions", "/v1/files"):
+        for _ in range(6):
+            async with router.client.post(router.url + path, data=json.dumps(BODY)) as response:
+                assert response.status == 200
+    assert await router.metric("retries_total", replica="e0", reason="stale") >= 6
+    assert router.parts.fleet.outliers.standing("e0") is Standing.IN

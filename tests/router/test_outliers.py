@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from router.outliers import OutlierRules, Outliers, Standing
+
+RULES = OutlierRules(after=3, base_s=5.0, max_s=20.0, share=0.5, slow_start_s=10.0)
+NAMES = ("a", "b", "c", "d")
+
+
+class Chance:
+    """The next number that chance gives."""
+
+    def __init__(self) -> None:
+        self.next = 0.0
+
+    def random(self) -> float:
+        return self.next
+
+
+class Rig:
+    def __init__(self, rules: OutlierRules = RULES, size: int = len(NAMES)) -> None:
+        self.now = 1000.0
+        self.chance = Chance()
+        self.ejections: list[tuple[str, float]] = []
+        self.outliers = Outliers(
+            rules,
+            lambda: size,
+            self.chance,
+            ejected=lambda name, seconds: self.ejections.append((name, seconds)),
+            clock=lambda: self.now,
+        )
+
+    def fail(self, name: str, times: int = 1) -> None:
+        for _ in range(times):
+            self.outliers.chosen(name)
+            self.outliers.failed(name)
+
+    def admitted(self) -> list[str]:
+        return self.outliers.admit(NAMES)
+
+
+def test_failures_in_a_row_eject_and_a_success_between_them_does_not() -> None:
+    rig = Rig()
+    rig.fail("a", 2)
+    rig.outliers.succeeded("a")
+    rig.fail("a", 2)
+    assert rig.admitted() == list(NAMES)
+    rig.fail("a")
+    assert rig.admitted() == ["b", "c", "d"]
+    assert rig.ejections == [("a", 5.0)]
+
+
+def test_endings_that_say_nothing_do_not_count() -> None:
+    rig = Rig()
+    for _ in range(50):
+        rig.outliers.chosen("a")
+        rig.outliers.let_go("a")
+    assert rig.admitted() == list(NAMES)
+
+
+def test_an_ejection_is_twice_as_long_each_time_up_to_the_most() -> None:
+    rig = Rig()
+    rig.fail("a", 3)
+    for _ in range(4):
+        rig.now = rig.outliers._records["a"].until
+        rig.fail("a")
+    assert [seconds for _, seconds in rig.ejections] == [5.0, 10.0, 20.0, 20.0, 20.0]
+
+
+def test_a_long_time_without_failures_is_forgiven() -> None:
+    rig = Rig()
+    rig.fail("a", 3)
+    rig.now += 5.0
+    rig.outliers.succeeded("a")
+    rig.now += RULES.max_s + 1
+    rig.fail("a", 3)
+    assert [seconds for _, seconds in rig.ejections] == [5.0, 5.0]
+
+
+def test_after_an_ejection_one_request_at_a_time_tries_it() -> None:
+    rig = Rig()
+    rig.fail("a", 3)
+    rig.now += 5.0
+    assert rig.outliers.standing("a") is Standing.HALF_OPEN
+    assert "a" in rig.admitted()
+    rig.outliers.chosen("a")
+    assert "a" not in rig.admitted()
+    rig.outliers.let_go("a")
+    assert "a" in rig.admitted()
+    rig.outliers.chosen("a")
+    rig.outliers.succeeded("a")
+    assert rig.outliers.standing("a") is Standing.SLOW_START
+
+
+def test_an_answer_to_a_request_from_before_does_not_end_an_ejection() -> None:
+    rig = Rig()
+    rig.fail("a", 3)
+    rig.outliers.succeeded("a")
+    assert rig.outliers.standing("a") is Standing.EJECTED
+
+
+@pytest.mark.parametrize(("after_s", "share"), [(0.0, 0.1), (5.0, 0.55), (9.999, 0.999)])
+def test_a_replica_that_came_back_is_a_candidate_for_a_growing_share(after_s: float, share: float) -> None:
+    rig = Rig()
+    rig.outliers.came_back("a")
+    rig.now += after_s
+    rig.chance.next = share - 0.01
+    assert "a" in rig.admitted()
+    rig.chance.next = share + 0.001
+    assert "a" not in rig.admitted()
+    rig.now += RULES.slow_start_s
+    assert rig.outliers.standing("a") is Standing.IN
+    assert rig.admitted() == list(NAMES)
+
+
+def test_where_nobody_else_is_left_the_one_that_warms_up_is_taken_before_those_that_fail() -> None:
+    rig = Rig(size=4)
+    rig.fail("a", 3)
+    rig.outliers.came_back("b")
+    rig.chance.next = 0.99
+    assert rig.outliers.admit(["a", "b"]) == ["b"]
+    assert rig.outliers.admit(["a"]) == ["a"]
+
+
+def test_never_more_than_the_share_is_ejected() -> None:
+    rig = Rig()
+    for name in NAMES:
+        rig.fail(name, 10)
+    assert rig.admitted() == ["c", "d"]
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.5, 1), (0.0, 4)])
+def test_the_only_replica_is_never_ejected(share: float, size: int) -> None:
+    rig = Rig(OutlierRules(after=1, share=share), size=size)
+    rig.fail("a", 100)
+    assert rig.outliers.standing("a") is Standing.IN
+
+
+def test_ejection_can_be_switched_off() -> None:
+    rig = Rig(OutlierRules(after=0))
+    rig.fail("a", 100)
+    assert rig.admitted() == list(NAMES)
+
+
+def test_a_restart_ends_an_ejection_gently() -> None:
+    rig = Rig()
+    rig.fail("a", 3)
+    rig.outliers.came_back("a")
+    assert rig.outliers.standing("a") is Standing.SLOW_START
+
+
+def test_a_replica_that_is_removed_is_forgotten() -> None:
+    rig = Rig()
+    rig.fail("a", 3)
+    rig.outliers.forget("a")
+    assert rig.admitted() == list(NAMES)
+    assert not rig.outliers._records
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order: some replica is always admitted, the share is kept, and every
+    ejection ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig: Any = Rig()
+
+    @rule(name=st.sampled_from(NAMES), how=st.sampled_from(("failed", "succeeded", "let_go", "came_back")))
+    def ends(self, name: str, how: str) -> None:
+        self.rig.outliers.chosen(name)
+        getattr(self.rig.outliers, how)(name)
+
+    @rule(seconds=st.floats(0, 30), chance=st.floats(0, 0.999))
+    def passes(self, seconds: float, chance: float) -> None:
+        self.rig.now += seconds
+        self.rig.chance.next = chance
+
+    @invariant()
+    def somebody_is_admitted(self) -> None:
+        assert self.rig.admitted()
+        for name in NAMES:
+            assert self.rig.outliers.admit([name]) == [name]
+
+    @invariant()
+    def the_share_is_kept(self) -> None:
+        out = [n for n in NAMES if self.rig.outliers.standing(n) in (Standing.EJECTED, Standing.HALF_OPEN)]
+        assert len(out) <= len(NAMES) * RULES.share
+
+    @invariant()
+    def ejections_end(self) -> None:
+        for record in self.rig.outliers._records.values():
+            assert record.until <= self.rig.now + RULES.max_s
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
