@@ -32,7 +32,11 @@ class UpstreamError(RouterError):
 
 
 class UnreachableError(UpstreamError):
-    """No connection to the replica: refused, no route, no name, or no answer to the connect in time."""
+    """No connection to the replica: refused, no route, no name."""
+
+
+class ConnectTimeoutError(UnreachableError):
+    """No answer to the connect in time: a host that is gone, or one that is very busy, be it our own."""
 
 
 class DisconnectedError(UpstreamError):

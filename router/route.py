@@ -15,6 +15,7 @@ from events.logs import Throttled
 from router.decider import RETRY_AFTER_S, Decider
 from router.decision_log import DecisionLog
 from router.errors import (
+    ConnectTimeoutError,
     DisconnectedError,
     RefusedError,
     UnreachableError,
@@ -40,7 +41,7 @@ CLIENT_CLOSED_REQUEST = 499
 SERVER_ERRORS = frozenset(range(500, 600)) - {501, 505}
 """Those that another replica may not give; 501 and 505 are about the request."""
 UNREACHABLE, DISCONNECTED, STALE = "unreachable", "disconnected", "stale"
-NONSENSE, BROKEN = "nonsense", "broken"
+CONNECT_TIMEOUT, NONSENSE, BROKEN = "connect-timeout", "nonsense", "broken"
 PROMPT_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
 REPEATABLE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 """Doing it twice is doing it once (RFC 9110, section 9.2.2)."""
@@ -240,7 +241,9 @@ class Route:
         # Of a target in absolute form, as clients send it to proxies, the host is us.
         url = replica.url + request.rel_url.raw_path_qs
         try:
-            return await self._upstream.send(request.method, url, headers, body, fresh=name in journey.stale)
+            return await self._upstream.send(request.method, url, headers, body, fresh=journey.stale)
+        except ConnectTimeoutError as error:
+            raise _AttemptFailedError(name, CONNECT_TIMEOUT, str(error)) from error
         except UnreachableError as error:
             raise _AttemptFailedError(name, UNREACHABLE, str(error)) from error
         except DisconnectedError as error:
@@ -263,12 +266,12 @@ class Route:
         return told
 
     def _note_failure(self, journey: _Journey, failure: _AttemptFailedError) -> None:
-        """A kept-alive connection that had gone stale says nothing about the replica, which gets the request
+        """A kept-alive connection that had gone stale says nothing about the replica: the request is sent
         again on a new one.
         """
         self._metrics.retries.labels(failure.replica, failure.code).inc()
         if failure.code == STALE:
-            journey.stale.add(failure.replica)
+            journey.stale = True
             return
         journey.failed.add(failure.replica)
         if failure.said is not None:
@@ -317,7 +320,7 @@ class _Journey:
         self.request_id = request_id
         self.exchanges: list[Exchange] = []
         self.failed: set[str] = set()
-        self.stale: set[str] = set()
+        self.stale = False
         self.status: str | None = None
         self.last: Exchange | None = None
         self.answer: tuple[Exchange, KeptAnswer | RefusedError] | None = None

@@ -15,6 +15,7 @@ from yarl import URL
 
 from router.errors import (
     BrokenAnswerError,
+    ConnectTimeoutError,
     DisconnectedError,
     UnreachableError,
     UpstreamError,
@@ -51,7 +52,7 @@ class Upstream(Protocol):
     ) -> UpstreamAnswer:
         """The answer's head. ``fresh``: over a new connection, none that was kept alive.
 
-        Raises UnreachableError, DisconnectedError, UpstreamTimeoutError, UpstreamError.
+        Raises UnreachableError, ConnectTimeoutError, DisconnectedError, UpstreamTimeoutError, UpstreamError.
         """
         ...
 
@@ -112,7 +113,9 @@ class AiohttpUpstream:
                 allow_redirects=False,
                 trace_request_ctx=connection,
             )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ConnectTimeoutError("no connection within the connect timeout") from error
+        except aiohttp.ClientConnectorError as error:
             raise UnreachableError(_told(error)) from error
         except (aiohttp.ServerTimeoutError, TimeoutError) as error:
             raise UpstreamTimeoutError("no answer within the idle timeout") from error

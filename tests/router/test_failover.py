@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -212,9 +213,12 @@ async def test_px09_a_killed_replica_costs_no_request_and_gets_traffic_again_whe
     await kit.wait_until(router.idle, "nothing is in flight")
 
 
-async def test_px09_a_stale_connection_is_no_attempt(start_router: Any, start_engine: Any) -> None:
+async def test_px09_stale_connections_are_no_attempts_and_no_failures(
+    start_router: Any, start_engine: Any, kit: Any
+) -> None:
     """The engine closes each connection at its second request, unanswered; the budget is one attempt."""
     seen: set[int] = set()
+    gate = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -222,12 +226,48 @@ async def test_px09_a_stale_connection_is_no_attempt(start_router: Any, start_en
         if port in seen:
             return await dropping(request)
         seen.add(port)
+        await gate.wait()
         return web.json_response({})
 
-    router = await start_router(await start_engine(answer=answer), attempts=1, health_interval_s=60)
+    engines = [await start_engine(answer=answer), await start_engine(answer=answer)]
+    router = await start_router(*engines, attempts=1, eject_after=1, policy="round-robin")
+    tasks = [asyncio.create_task(router.complete([1])) for _ in range(8)]
+    await kit.wait_until(lambda: sum(engine.open for engine in engines) == 8, "all are being answered")
+    gate.set()
+    await asyncio.gather(*tasks)
+    # Eight connections are kept now, and all of them are stale: each costs one try, and one only.
     for path in ("/v1/completions", "/v1/files"):
-        for _ in range(6):
+        for _ in range(2):
             async with router.client.post(router.url + path, data=json.dumps(BODY)) as response:
                 assert response.status == 200
-    assert await router.metric("retries_total", replica="e0", reason="stale") >= 6
-    assert router.parts.fleet.outliers.standing("e0") is Standing.IN
+    retries = [await router.metric("retries_total", replica=name, reason="stale") for name in ("e0", "e1")]
+    assert sum(retries) == 4
+    assert [router.parts.fleet.outliers.standing(name) for name in ("e0", "e1")] == [Standing.IN] * 2
+
+
+async def test_px08_a_connect_that_times_out_is_tried_elsewhere_and_does_not_take_the_replica_out(
+    start_router: Any, start_engine: Any
+) -> None:
+    """A host that is short of time, ours or theirs, would else lose all its replicas at once."""
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        port = full.getsockname()[1]
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        well = await start_engine()
+        router = await start_router(
+            f"e0=http://127.0.0.1:{port},model=m",
+            well,
+            policy="round-robin",
+            connect_timeout_s=0.1,
+            health_timeout_s=60,
+        )
+        response = await router.complete([1])
+        assert (response.status, response.headers["x-warmroute-replica"]) == (200, "e1")
+        assert router.parts.fleet.replicas["e0"].usable
+        assert await router.metric("retries_total", replica="e0", reason="connect-timeout") == 1
+        for each in waiting:
+            each.close()
