@@ -73,9 +73,10 @@ class AskReplay(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reset(msgspec.Struct, frozen=True, gc=False):
-    """All that the stream held is gone."""
+    """All that the stream held is gone: with its process, unless that is the same."""
 
     reason: str
+    same_process: bool = False
 
 
 Action = Apply | AskReplay | Reset
@@ -476,7 +477,10 @@ class Stream:
         """What a whole replay brings; nothing when it ends before what is known already."""
         if not ask.kept or (self.last is not None and len(ask.kept) <= self.last):
             return []
-        return [Reset("rebuilt from a full replay"), *(self._take(frame) for frame in ask.kept)]
+        return [
+            Reset("rebuilt from a full replay", same_process=True),
+            *(self._take(frame) for frame in ask.kept),
+        ]
 
     def _continue(self, ask: _Ask, frame: Replayed, now: float) -> list[Action]:
         expected = 0 if self.last is None else self.last + 1

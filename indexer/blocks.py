@@ -27,14 +27,14 @@ class StreamBlocks:
         self._changes = changes
         self._record = record
         self._bit = 1 << record.slot
-        self._roots: dict[str | None, bytes] = {}
+        self._roots: dict[tuple[str | None, int], bytes] = {}
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
 
     # events
 
-    def store(self, event: BlockStored) -> None:
-        """Takes a stored event, or counts why it cannot be used."""
+    def store(self, event: BlockStored, sequence: int | None = None) -> None:
+        """Takes a stored event of batch ``sequence``, or counts why it cannot be used."""
         record, count = self._record, len(event.hashes)
         if event.group_kind is not None or event.group not in record.group_kinds:
             record.group_kinds[event.group] = event.group_kind
@@ -43,7 +43,7 @@ class StreamBlocks:
         elif reason := self._unusable(event):
             record.counters.skip(reason, count)
         else:
-            self._store_chain(event)
+            self._store_chain(event, sequence)
 
     def remove(self, event: BlockRemoved) -> None:
         """Takes one copy of each block away; what is not known is counted."""
@@ -101,7 +101,7 @@ class StreamBlocks:
             else:
                 self._hold(key, name, tier, 1)
 
-    def _store_chain(self, event: BlockStored) -> None:
+    def _store_chain(self, event: BlockStored, sequence: int | None) -> None:
         changes = self._changes
         prefix, tier = name_prefix(self._record.slot, event.group), tier_of(event.medium)
         names = [prefix + engine_hash for engine_hash in event.hashes]
@@ -109,7 +109,7 @@ class StreamBlocks:
         extras = [extra_bytes(extra, event.lora_name) for extra in event.extra_keys or ()]
         parent = event.parent or b""
         behind = changes.name(prefix + parent) if parent else None
-        before = behind.key if behind else None if parent else self._root(event.lora_name)
+        before = behind.key if behind else None if parent else self._root(event.lora_name, sequence)
         number = 0
         while before is None and number < len(names):
             waiting = Waiting(parent, locals_[number], extras[number] if extras else b"", [0, 0, 0])
@@ -131,13 +131,14 @@ class StreamBlocks:
                     break
         self._record.counters.stored += len(names)
 
-    def _root(self, lora_name: str | None) -> bytes:
-        root = self._roots.get(lora_name)
+    def _root(self, lora_name: str | None, sequence: int | None) -> bytes:
+        epoch = self._record.epoch(lora_name, sequence) if self._record.purged else 0
+        root = self._roots.get((lora_name, epoch))
         if root is None:
             registered, size = self._record.registration, self._record.block_size
             assert size is not None
-            root = root_key(registered.model_name, lora_name, size, registered.additional_salt)
-            self._roots[lora_name] = root
+            root = root_key(registered.model_name, lora_name, size, registered.additional_salt, epoch)
+            self._roots[lora_name, epoch] = root
         return root
 
     # one block

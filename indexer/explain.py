@@ -86,6 +86,7 @@ class _Explanation:
             lora_name=lora_name,
             cache_salt=cache_salt,
             additional_salt=self._record.registration.additional_salt,
+            epoch=self._record.epoch(lora_name),
         )
         usable = min(one.disk, max(0, len(ids) - 1) // size * size)
         steps, held = self._steps(keys, local_hashes(ids, size))

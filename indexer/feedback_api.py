@@ -47,11 +47,14 @@ class Feedback(msgspec.Struct, frozen=True):
 
 
 class ResetBody(msgspec.Struct, frozen=True):
-    """Body of ``POST /reset``; without ``dp_rank``, all ranks."""
+    """Body of ``POST /reset``; without ``instance_id`` all replicas, without ``dp_rank`` all ranks, without
+    ``lora_name`` all that they hold.
+    """
 
-    instance_id: str | int
     model_name: str
+    instance_id: str | int | None = None
     dp_rank: int | None = None
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 
 class FeedbackApi:
@@ -78,24 +81,26 @@ class FeedbackApi:
         return answer(await _done(self._ingest.learn(answered)))
 
     async def reset(self, request: web.Request) -> web.Response:
-        """Forgets what an instance held; if that fails, it is tried again until it is done."""
+        """Forgets what replicas held, or of an adapter; if that fails, it is tried again until it is done."""
         body = parse(await request.read(), ResetBody)
-        for record in self._records(str(body.instance_id), body.model_name, body.dp_rank):
-            await _done(self._ingest.purge(record.id))
+        instance = None if body.instance_id is None else str(body.instance_id)
+        for record in self._records(instance, body.model_name, body.dp_rank):
+            await _done(self._ingest.purge(record.id, body.lora_name))
         return answer({"status": "ok"})
 
-    def _records(self, instance: str, model: str, rank: int | None) -> list[StreamRecord]:
+    def _records(self, instance: str | None, model: str, rank: int | None) -> list[StreamRecord]:
         found = [
             status.record
             for status in self._reader.streams()
-            if status.record.id[0] == instance
+            if instance in (None, status.record.id[0])
             and rank in (None, status.record.id[1])
             and serves(status.record, model)
         ]
         if not found:
             which = "" if rank is None else f" with a rank {rank}"
+            named = "" if instance is None else f" {instance!r}"
             raise UnknownInstanceError(
-                f"no instance {instance!r} of model {model!r}{which} is registered; see GET /workers"
+                f"no instance{named} of model {model!r}{which} is registered; see GET /workers"
             )
         return found
 
@@ -109,7 +114,13 @@ def _resolve(body: Feedback, record: StreamRecord, block_size: int) -> Answered:
     else:
         locals_ = [_local_hash(value) for value in body.block_hashes or ()]
         usable = max(0, len(locals_) - 1)  # the prompt may end with its last block
-    root = root_key(registered.model_name, body.lora_name, block_size, registered.additional_salt)
+    root = root_key(
+        registered.model_name,
+        body.lora_name,
+        block_size,
+        registered.additional_salt,
+        record.epoch(body.lora_name),
+    )
     salted = [extra_bytes([body.cache_salt])] if body.cache_salt else []
     return Answered(
         stream=record.id,

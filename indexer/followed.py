@@ -168,10 +168,15 @@ class Followed:
             self._writer.renew(group, record)
             self.note_state(group)
 
-    def purge(self, group: Group, stream: StreamKey) -> None:
-        """Forgets all that a rank holds, by request."""
+    def purge(self, group: Group, stream: StreamKey, lora_name: str | None = None) -> None:
+        """Forgets what a rank holds of an adapter, or all of it, by request."""
+        rank = self.rank(stream)
+        if lora_name is not None:
+            last = self.machine.last
+            if rank.purge_adapter(group, lora_name, -1 if last is None else last):
+                return
         self._warn("purge", "forgetting all: reset by request")
-        self._writer.renew(group, self.rank(stream).record)
+        self._writer.renew(group, rank.record)
         self.machine.damaged(PURGED)
         self._note_loss(group)
         self.note_state(group)
@@ -233,6 +238,8 @@ class Followed:
         renewed = self._writer.renew(group, record)
         renewed.block_size = record.registration.block_size  # another process may have another
         renewed.batch_rank = None
+        if not action.same_process:
+            renewed.purged = {}
 
     # batches
 

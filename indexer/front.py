@@ -27,6 +27,7 @@ from indexer.folder import lock_to_write, sign
 from indexer.layout import StreamRecord
 from indexer.listening import REQUEST_LIMIT_BYTES, listening
 from indexer.metrics import IndexerMetrics
+from indexer.reader import serves
 from indexer.readiness import HEALTHY_S, Readiness
 from indexer.registration import Registration
 from indexer.settings import IndexerSettings
@@ -40,9 +41,12 @@ LOOK_TIMEOUT_S = 2.0
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What every body that concerns a stream names; without ``dp_rank``, all ranks."""
+    """What every body that concerns streams names; without ``dp_rank`` all ranks, without ``instance_id`` all
+    instances of the model.
+    """
 
-    instance_id: str | int
+    instance_id: str | int | None = None
+    model_name: str = ""
     dp_rank: int | None = None
 
 
@@ -100,25 +104,31 @@ class Front:
         """To all shards that follow the instance; the answer is the first that is an error, or the last."""
         body = await request.read()
         named = parse(body, Named)
-        instance = str(named.instance_id)
+        instance = None if named.instance_id is None else str(named.instance_id)
         rank = 0 if request.path == "/feedback" and named.dp_rank is None else named.dp_rank
-        numbers = {number for number, _ in self._following(instance, rank)}
+        following = self._following(instance, rank)
+        if instance is None:
+            following = [each for each in following if serves(each[1], named.model_name)]
         last = answer({"status": "ok"})
-        for number in sorted(numbers) or [shard_of(instance, len(self._shards))]:
+        home = shard_of(instance or "", len(self._shards))
+        for number in sorted({number for number, _ in following}) or [home]:
             last = await self._ask(number, request.path, body)
             if last.status >= 400:
                 break
         return last
 
-    def _following(self, instance: str, rank: int | None) -> list[tuple[int, StreamRecord]]:
-        """Streams of an instance, each with its shard's number. Raises MapError when that cannot be said."""
+    def _following(self, instance: str | None, rank: int | None) -> list[tuple[int, StreamRecord]]:
+        """Streams of an instance (None: of all), each with its shard's number.
+
+        Raises MapError when that cannot be said.
+        """
         found: list[tuple[int, StreamRecord]] = []
         for number, shard in enumerate(self.reader.shards):
             with suppress(MapMissingError), shard.snapshot() as (_, _, records):
                 found += [
                     (number, record)
                     for record in records
-                    if record.id[0] == instance and rank in (None, record.id[1])
+                    if instance in (None, record.id[0]) and rank in (None, record.id[1])
                 ]
         return found
 

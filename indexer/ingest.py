@@ -80,7 +80,7 @@ class Ingest:
         self._shared = Shared(writer, partial_ttl_s=partial_ttl_s, clock=clock, wall=wall)
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
         self._jobs: SimpleQueue[tuple[Job, Future[Any]]] = SimpleQueue()
-        self._purges: set[StreamId] = set()
+        self._purges: set[tuple[StreamId, str | None]] = set()
         self._followed: dict[StreamId, Followed] = {}
         self._group_signals = GROUP_SIGNALS
         self._beat_at = float("-inf")
@@ -123,9 +123,9 @@ class Ingest:
         """Tells a stream when its engine's process started (unix seconds), and when it was asked that."""
         return self._job(lambda group: self._witness(group, stream, at, asked))
 
-    def purge(self, stream: StreamId) -> Future[None]:
-        """Forgets what a stream held; tried again with every group until it is done."""
-        return self._job(lambda _: self._purges.add(stream))
+    def purge(self, stream: StreamId, lora_name: str | None = None) -> Future[None]:
+        """Forgets what a stream held, or of an adapter only; tried again with each group until it is done."""
+        return self._job(lambda _: self._purges.add((stream, lora_name)))
 
     def _job(self, job: Job) -> Future[Any]:
         """Carries out ``job`` in the next group; its result is there once that is committed."""
@@ -236,9 +236,9 @@ class Ingest:
             for stream in {stream for stream, _ in signals} & self._followed.keys():
                 self._followed[stream].note_state(group)
             results = [job(group) for job in jobs]
-            for stream in self._purges:
-                if (followed := self._port_of(stream)) is not None:
-                    followed.purge(group, stream_key(stream))
+            for stream, lora_name in self._purges:
+                if (port := self._port_of(stream)) is not None:
+                    port.purge(group, stream_key(stream), lora_name)
             for stream, followed in self._followed.items():
                 if not self._feed.inbox.depth(stream):  # none is silent while signals of it still wait
                     followed.tick(group, now)

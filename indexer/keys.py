@@ -24,12 +24,16 @@ KEY_BYTES = 8
 _encode_extra = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-def root_key(model: str, lora_name: str | None, block_size: int, salt: str | None = None) -> bytes:
+def root_key(
+    model: str, lora_name: str | None, block_size: int, salt: str | None = None, epoch: int = 0
+) -> bytes:
     """The key before block 0: model, LoRA adapter, block size in tokens, hash version.
 
-    ``salt`` is the ``additional_salt`` of a registration.
+    ``salt`` is the ``additional_salt`` of a registration, ``epoch`` tells an adapter
+    from its namesakes before it was loaded anew.
     """
-    return xxh3_64_digest(_encode_extra([HASH_VERSION, model, lora_name or "", block_size, salt or ""]))
+    parts = [HASH_VERSION, model, lora_name or "", block_size, salt or ""]
+    return xxh3_64_digest(_encode_extra([*parts, epoch] if epoch else parts))
 
 
 def local_hashes(tokens: array[int], block_size: int) -> list[bytes]:
@@ -80,8 +84,9 @@ def prompt_keys(
     lora_name: str | None = None,
     cache_salt: str | None = None,
     additional_salt: str | None = None,
+    epoch: int = 0,
 ) -> list[bytes]:
     """Keys of the whole blocks of a prompt. An empty ``cache_salt`` is none."""
-    root = root_key(model, lora_name, block_size, additional_salt)
+    root = root_key(model, lora_name, block_size, additional_salt, epoch)
     extras = [extra_bytes([cache_salt])] if cache_salt else []
     return block_keys(root, local_hashes(tokens, block_size), extras)

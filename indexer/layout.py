@@ -184,12 +184,21 @@ class Counters(msgspec.Struct):
         self.skipped[reason] = self.skipped.get(reason, 0) + blocks
 
 
+class Purge(msgspec.Struct, array_like=True, frozen=True):
+    """An adapter was loaded anew under its name, for the ``epoch``-th time, after batch ``sequence``."""
+
+    epoch: int
+    sequence: int
+
+
 class StreamRecord(msgspec.Struct):
     """One generation of one stream: where it stands, and what it holds.
 
     ``sequence`` and ``digest`` are of the last batch that is in the map. ``blocks`` counts held names,
     ``orphans`` those whose parent is not held (a hole in front), ``waiting`` those whose parent is unknown.
     ``event_at`` is unix seconds.
+
+    ``purged`` has the LoRA adapters that were loaded anew: what was stored before no longer matches.
 
     ``rank`` is the number of a rank that only the events of its port name; None for the registered one, whose
     record also says where the port stands. ``batch_rank`` is the number in the port's first batches.
@@ -204,6 +213,7 @@ class StreamRecord(msgspec.Struct):
     generation: int
     registration: Registration
     rank: int | None = None
+    purged: dict[str, Purge] = {}
     batch_rank: int | None = None
     state: State = "connecting"
     reason: str = ""
@@ -236,6 +246,17 @@ class StreamRecord(msgspec.Struct):
     def port(self) -> StreamKey:
         """The stream whose port its events come from: itself, unless only events name its rank."""
         return (self.registration.instance, self.registration.dp_rank)
+
+    def epoch(self, lora_name: str | None, sequence: int | None = None) -> int:
+        """What tells an adapter's blocks from those of its namesakes before it, in a block's root key.
+
+        Without ``sequence`` that of a query; with it, of a block stored in that batch: one that comes again
+        in a replay is of a namesake if it was then.
+        """
+        purge = self.purged.get(lora_name or "")
+        if purge is None:
+            return 0
+        return purge.epoch if sequence is None or sequence > purge.sequence else -purge.epoch
 
     @property
     def is_empty(self) -> bool:

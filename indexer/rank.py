@@ -8,11 +8,12 @@ from events.schema import AllBlocksCleared, Batch, BlockRemoved, BlockStored, ca
 from indexer.blocks import PREFIX_KINDS
 from indexer.corrections import Corrections
 from indexer.feedback import Answered, learn
-from indexer.layout import StreamKey, StreamRecord
+from indexer.layout import Purge, StreamKey, StreamRecord
 from indexer.outcome import Outcome
 from indexer.writer import Group, MapWriter
 
 RELEARN_AFTER = 8
+MAX_PURGED = 256
 
 Warn = Callable[..., None]
 """Called with a subject, a message and its arguments."""
@@ -73,6 +74,19 @@ class Rank:
             group.touch(record)
         return outcome
 
+    def purge_adapter(self, group: Group, lora_name: str, sequence: int) -> bool:
+        """What was stored of an adapter up to batch ``sequence`` no longer matches; False if that cannot be.
+
+        Blocks that wait for their parent have no adapter yet.
+        """
+        record = self.record
+        before = record.purged.get(lora_name)
+        if record.waiting or (before is None and len(record.purged) >= MAX_PURGED):
+            return False
+        record.purged[lora_name] = Purge(1 if before is None else before.epoch + 1, sequence)
+        group.touch(record)
+        return True
+
     def applied(self, group: Group, sequence: int, at: float) -> None:
         """A batch of this rank is in the map, or left out of it; ``at`` in unix seconds."""
         record = self.record
@@ -97,7 +111,7 @@ class Rank:
             if isinstance(event, BlockStored):
                 _note_form(record, event)
                 record = self._fit_block_size(group, record, event)
-                group.blocks(record).store(event)
+                group.blocks(record).store(event, sequence)
             elif isinstance(event, BlockRemoved):
                 group.blocks(record).remove(event)
             elif isinstance(event, AllBlocksCleared):

@@ -232,23 +232,23 @@ class MapReader:
         Streams that match nothing are in the answer with zeros; it is empty for an unknown model. Raises
         MapError when the map cannot be read, ValueError for a token id outside u32.
         """
-        return self.query_keys(model, keys_of_prompt(tokens, lora_name, cache_salt))
+        return self.query_keys(model, keys_of_prompt(tokens, lora_name, cache_salt), lora_name)
 
     def query_local(
         self, model: str, locals_: Sequence[bytes], *, lora_name: str | None = None
     ) -> list[Matched]:
         """As :meth:`query`, from the local hashes of the prompt's blocks."""
 
-        return self.query_keys(model, keys_of_locals(locals_, lora_name))
+        return self.query_keys(model, keys_of_locals(locals_, lora_name), lora_name)
 
-    def query_keys(self, model: str, keys_of: KeysOf) -> list[Matched]:
+    def query_keys(self, model: str, keys_of: KeysOf, lora_name: str | None = None) -> list[Matched]:
         """As :meth:`query`, for a prompt that is told by the keys of its blocks."""
         with self._begin() as txn:
             age = self._heartbeat_age(txn)
             families: dict[tuple[Any, ...], list[StreamRecord]] = {}
             for record in self._streams(txn):
                 if serves(record, model):
-                    families.setdefault(_family(record), []).append(record)
+                    families.setdefault(_family(record, lora_name), []).append(record)
             answer: list[Matched] = []
             for members in families.values():
                 held = self._held(txn, members, keys_of)
@@ -355,9 +355,10 @@ def keys_of_prompt(tokens: Sequence[int], lora_name: str | None, cache_salt: str
             lora_name=lora_name,
             cache_salt=cache_salt,
             additional_salt=record.registration.additional_salt,
+            epoch=record.epoch(lora_name),
         )
 
-    return _once(keys_of)
+    return _once(keys_of, lora_name)
 
 
 def keys_of_locals(locals_: Sequence[bytes], lora_name: str | None) -> KeysOf:
@@ -365,17 +366,19 @@ def keys_of_locals(locals_: Sequence[bytes], lora_name: str | None) -> KeysOf:
 
     def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
         registered = record.registration
-        root = root_key(registered.model_name, lora_name, block_size, registered.additional_salt)
+        root = root_key(
+            registered.model_name, lora_name, block_size, registered.additional_salt, record.epoch(lora_name)
+        )
         return block_keys(root, locals_)
 
-    return _once(keys_of)
+    return _once(keys_of, lora_name)
 
 
-def _once(keys_of: KeysOf) -> KeysOf:
+def _once(keys_of: KeysOf, lora_name: str | None) -> KeysOf:
     made: dict[tuple[Any, ...], list[bytes]] = {}
 
     def kept(record: StreamRecord, block_size: int) -> list[bytes]:
-        family = (*_family(record), block_size)
+        family = (*_family(record, lora_name), block_size)
         if family not in made:
             made[family] = keys_of(record, block_size)
         return made[family]
@@ -388,7 +391,12 @@ def serves(record: StreamRecord, model: str) -> bool:
     return record.registration.model_name == model or model in record.registration.aliases
 
 
-def _family(record: StreamRecord) -> tuple[Any, ...]:
+def _family(record: StreamRecord, lora_name: str | None) -> tuple[Any, ...]:
     """Streams whose keys for one prompt are the same."""
     registered = record.registration
-    return (registered.model_name, registered.additional_salt, record.block_size)
+    return (
+        registered.model_name,
+        registered.additional_salt,
+        record.block_size,
+        record.epoch(lora_name),
+    )

@@ -194,17 +194,19 @@ class ShardReader:
         cache_salt: str | None = None,
     ) -> list[Matched]:
         """As :meth:`MapReader.query`. The prompt is hashed once for all shards."""
-        return self._match(model, keys_of_prompt(tokens, lora_name, cache_salt))
+        return self._match(model, keys_of_prompt(tokens, lora_name, cache_salt), lora_name)
 
     def query_local(
         self, model: str, locals_: Sequence[bytes], *, lora_name: str | None = None
     ) -> list[Matched]:
         """As :meth:`MapReader.query_local`."""
-        return self._match(model, keys_of_locals(locals_, lora_name))
+        return self._match(model, keys_of_locals(locals_, lora_name), lora_name)
 
-    def _match(self, model: str, keys_of: KeysOf) -> list[Matched]:
+    def _match(self, model: str, keys_of: KeysOf, lora_name: str | None) -> list[Matched]:
         return [
-            one for found in self._each(lambda reader: reader.query_keys(model, keys_of)) for one in found
+            one
+            for found in self._each(lambda reader: reader.query_keys(model, keys_of, lora_name))
+            for one in found
         ]
 
     def holders(self, key: bytes) -> list[tuple[StreamRecord, list[str]]]:

@@ -196,7 +196,7 @@ class MapWriter:
         fresh.rank, port.rank = None, rank
         fresh.batch_rank, port.batch_rank = port.registration.dp_rank, None
         fresh.sequence, fresh.digest, fresh.started_at = port.sequence, port.digest, port.started_at
-        fresh.lost_at = None
+        fresh.lost_at, fresh.purged = None, dict(port.purged)
         group.touch(port)
         self.streams[fresh.id], self.streams[port.id] = fresh, port
         return fresh
@@ -219,6 +219,7 @@ class MapWriter:
         self._retire(group, record)
         renewed = self._open(group, record.registration, record.rank)
         renewed.batch_rank = record.batch_rank
+        renewed.purged = dict(record.purged)
         renewed.block_size = record.block_size
         renewed.event_at = record.event_at
         renewed.counters = msgspec.convert(msgspec.to_builtins(record.counters), Counters)

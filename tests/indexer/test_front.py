@@ -113,6 +113,11 @@ def test_two_writers_are_asked_as_one(fleet: Fleet, until: Any, tmp_path: Path) 
     assert {name: tokens for name, (_, _, tokens) in fleet.held().items()} == {ONE: 8, OTHER: 28}
     assert indexer.call("/reset", {"instance_id": OTHER, "model_name": "m"}) == {"status": "ok"}
     assert fleet.held()[OTHER][2] == 0
+    assert indexer.call("/reset", {"model_name": "m", "lora_name": "a"}) == {"status": "ok"}
+    assert fleet.held()[ONE][2] == 8
+    assert indexer.call("/reset", {"model_name": "m"}) == {"status": "ok"}
+    assert [tokens for _, _, tokens in fleet.held().values()] == [0, 0]
+    assert "no instance" in indexer.call("/reset", {"model_name": "x"})["error"]
     gone = {"instance_id": ONE, "model_name": "m"}
     assert indexer.call("/unregister", gone) == {"status": "ok"}
     assert indexer.call("/unregister", gone) == {"error": "no instance 'A' of model 'm' is registered"}
