@@ -89,15 +89,47 @@ def settings_options(section: type[msgspec.Struct]) -> Callable[[Any], Any]:
     return decorate
 
 
+class _Json(click.ParamType):  # type: ignore[type-arg]
+    """A table: as the configuration file has it, or JSON in a flag or the environment."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, dict):
+            return value
+        try:
+            table = json.loads(value)
+        except ValueError as error:
+            self.fail(f"{value!r} is no JSON: {error}", param, ctx)
+        if not isinstance(table, dict):
+            self.fail(f'{value!r} is no JSON object; write {{"name": value}}', param, ctx)
+        return table
+
+    def split_envvar_value(self, rv: str) -> list[Any]:
+        """A JSON array of objects; what is none is left to ``convert`` to refuse."""
+        try:
+            tables = json.loads(rv)
+        except ValueError:
+            return [rv]
+        return tables if isinstance(tables, list) else [tables]
+
+
+def _is_table(kind: Any) -> bool:
+    return get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+
+
 def _option(field: msgspec.structs.FieldInfo, hint: Any) -> Callable[[Any], Any]:
     kind, help_text = _kind_and_help(hint)
     repeated = get_origin(kind) is tuple
-    if repeated:
+    tables = _is_table(get_args(kind)[0] if repeated else kind)
+    if repeated and tables:
+        help_text += " In the environment, a JSON array."
+    elif repeated:
         help_text += " In the environment, separated by blanks."
     flag = f"--{field.name.replace('_', '-')}"
     return click.option(
         f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
-        type=str if repeated else kind,
+        type=_Json() if tables else str if repeated else kind,
         default=field.default,
         multiple=repeated,
         help=help_text,
@@ -427,7 +459,9 @@ def config(context: click.Context, as_json: bool) -> None:
     table = Table("setting", "value", "from")
     for row in rows:
         value = row["value"]
-        shown = "\n".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+        shown = (
+            "\n".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+        )
         table.add_row(row["setting"], shown, row["source"])
     Console(markup=False).print(table)
 

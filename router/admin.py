@@ -15,6 +15,7 @@ from router.load import Load
 from router.metrics import RouterMetrics
 from router.registrar import Registrar
 from router.replicas import Health, Replica, StreamId
+from router.rules import Rules
 
 _encode = msgspec.json.Encoder().encode
 
@@ -32,6 +33,7 @@ class Admin:
         decisions: DecisionLog,
         registrar: Registrar | None,
         strangers: Callable[[], list[str]],
+        rules: Rules,
         draining: Callable[[], bool],
     ) -> None:
         self._fleet = fleet
@@ -40,6 +42,7 @@ class Admin:
         self._decisions = decisions
         self._registrar = registrar
         self._strangers = strangers
+        self._rules = rules
         self._draining = draining
 
     def add_routes(self, app: web.Application) -> None:
@@ -48,6 +51,7 @@ class Admin:
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/debug/replicas", self.replicas)
         app.router.add_get("/debug/decisions", self.decisions)
+        app.router.add_get("/debug/rules", self.rules)
 
     async def health(self, request: web.Request) -> web.Response:
         """200 as long as the process serves."""
@@ -76,6 +80,10 @@ class Admin:
                 "unknown_in_index": self._strangers(),
             }
         )
+
+    async def rules(self, request: web.Request) -> web.Response:
+        """The rules in their order with how many requests took each, and the policy of all others."""
+        return _json({"rules": self._rules.shown(), "default": self._rules.default.name})
 
     def _registered(self, stream: StreamId) -> bool | str:
         registered = self._registrar.registered(stream) if self._registrar else False

@@ -15,6 +15,7 @@ from router.load import Load, Reservation
 from router.plan import Plan
 from router.policies import Policy
 from router.replicas import StreamId
+from router.seats import Seats
 
 BYTES_PER_TOKEN = 4
 """The guess at a prompt's tokens where they are not known: what its body weighs as load."""
@@ -81,6 +82,7 @@ class Decider:
         self._rng = rng or random.Random()
         self._wall_clock = wall_clock
         self._turns: Counter[str | None] = Counter()
+        self.seats = Seats()
 
     def decide(
         self, plan: Plan, failed: Collection[str] = (), attempt: int = 1
@@ -94,10 +96,14 @@ class Decider:
             candidate_of(stream, self._load, (plan.matches or {}).get(stream), prompt_tokens)
             for stream in self._streams(plan, failed)
         ]
-        policy = self.policy if plan.is_prompt else self._by_load
-        ranked = policy.rank(Ask(prompt_tokens, self._turn(plan, attempt)), candidates, self._rng)
+        policy = (plan.policy or self.policy) if plan.is_prompt else self._by_load
+        seat = self.seats.of(plan.key) if plan.key is not None and policy.keeps_seats else None
+        ask = Ask(prompt_tokens, self._turn(plan, attempt), plan.key, seat)
+        ranked = policy.rank(ask, candidates, self._rng)
         best = ranked[0]
         chosen = best.candidate
+        if plan.key is not None and policy.keeps_seats:
+            self.seats.take(plan.key, chosen.stream)
         prefill_tokens = self._prefill_tokens(plan, chosen)
         decision = Decision(
             request_id=plan.request_id,
@@ -112,6 +118,7 @@ class Decider:
             prefill_tokens=prefill_tokens,
             ranked=ranked,
             fallback=plan.fallback.code if plan.fallback else None,
+            rule=plan.picked.rule if plan.picked else None,
             attempt=attempt,
         )
         return decision, self._load.reserve(chosen.stream, prefill_tokens, streams=plan.streams)
@@ -134,6 +141,8 @@ class Decider:
         # A rank that nobody has is for the engine to refuse, as it does without us.
         if plan.rank in fleet.ranks(plan.model):
             streams = [s for s in streams if s[1] == plan.rank]
+        if plan.picked is not None and plan.picked.pin is not None:
+            streams = [s for s in streams if plan.picked.pin in (s, s[0])]
         if not streams:
             raise _no_replica(fleet, plan, failed)
         if self._max_inflight is not None:
@@ -171,6 +180,10 @@ def _reason(plan: Plan, best: Ranked, failed: Collection[str]) -> str:
     parts = [f"fallback: {plan.fallback.text}; {best.reason}" if plan.fallback else best.reason, *plan.notes]
     if plan.rank is not None and plan.rank == best.candidate.rank:
         parts.append(f"rank {plan.rank} as asked for")
+    if plan.picked is not None and plan.picked.asked:
+        parts.append("policy as asked for")
+    if plan.picked is not None and plan.picked.pin is not None:
+        parts.append("replica as asked for")
     if failed:
         parts.append(f"after {', '.join(sorted(failed))} failed")
     return "; ".join(parts)
@@ -190,6 +203,13 @@ def _no_replica(fleet: Fleet, plan: Plan, failed: Collection[str]) -> RefusedErr
         message, reason = (
             f"no replica could be reached (tried {', '.join(sorted(failed))})",
             "no replica reached",
+        )
+    elif plan.picked is not None and plan.picked.pin is not None:
+        pin = plan.picked.pin
+        named = pin if isinstance(pin, str) else f"{pin[0]}/{pin[1]}"
+        message, reason = (
+            f"the replica {named} that the request asks for cannot take it; /debug/replicas says why",
+            "the replica asked for cannot take it",
         )
     elif fleet.usable():
         wanted = f"model {plan.model}" if plan.rank is None else f"model {plan.model} with rank {plan.rank}"

@@ -43,12 +43,14 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a policy is told of the request: its prompt's tokens, if known, and its number among those of its
-    model.
+    """What a policy is told of the request: its prompt's tokens, if known, its number among those of its
+    model, its routing ``key``, and the ``seat`` that the key has.
     """
 
     prompt_tokens: int | None
     turn: int = 0
+    key: bytes | None = None
+    seat: StreamId | None = None
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -80,7 +82,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     ``matched_tokens`` is what the index holds for the chosen stream, before trust is weighed in: 0 where it
     is not trusted at all, None without tokens. ``best_available_tokens`` is the longest match among the
-    candidates; ``fallback`` the code of what failed in front of the decision, if something did.
+    candidates; ``fallback`` the code of what failed in front of the decision, if something did; ``rule`` the
+    one that chose the policy.
     """
 
     request_id: str
@@ -95,6 +98,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int
     ranked: list[Ranked]
     fallback: str | None = None
+    rule: str | None = None
     attempt: int = 1
 
     @property
@@ -104,6 +108,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def headers(self) -> dict[str, str]:
         """The response headers that say it. Without tokens there are no counts."""
         said = {"replica": self.chosen[0], "policy": self.policy, "reason": self.reason}
+        if self.rule is not None:
+            said["rule"] = self.rule
         if self.prompt_tokens is not None:
             said["prompt-tokens"] = str(self.prompt_tokens)
             if self.matched_tokens is not None:

@@ -13,6 +13,7 @@ class Fallback(msgspec.Struct, frozen=True):
 
 
 NO_INDEX = Fallback("no-index", "no index is configured; give --map or --indexer")
+NO_KEY = Fallback("no-key", "the request has no key that the policy goes by")
 NO_PROMPT = Fallback("no-prompt", "the request holds no prompt")
 PROMPT_EMBEDS = Fallback("prompt-embeds", "prompt embeddings have no token ids")
 MULTIMODAL = Fallback("multimodal", "messages with other than text parts have no known tokens")

@@ -33,6 +33,7 @@ class RouterMetrics:
         self.fallbacks = self._counter(
             "fallback", "Requests that something in front of the relay failed for", "reason"
         )
+        self.rules = self._counter("rule_requests", "Requests whose policy a rule chose", "rule")
         self.retries = self._counter(
             "retries", "Attempts that failed before a byte was answered", "replica", "reason"
         )

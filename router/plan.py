@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from cachetools import TTLCache
+from xxhash import xxh3_128_digest
 
 from events.logs import Throttled
 from indexer.reader import Matched
@@ -22,8 +23,10 @@ from router.fleet import Fleet
 from router.lookup import Lookup
 from router.metrics import RouterMetrics
 from router.policies import Policy
+from router.policies.keyed import Keyed
 from router.prompt import RequestBody, UnreadableBodyError, read_body
 from router.replicas import Replica, StreamId
+from router.rules import Picked, Rules
 from router.tokens import Tokenizer, Tokens, tokens_in_request
 
 log = logging.getLogger(__name__)
@@ -38,7 +41,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ``matches`` is None where the index was not or could not be asked. ``fallback`` says what failed,
     ``notes`` what else is worth saying. ``comparable``: the engine's cached tokens can be compared with the
     match. ``is_prompt`` is False for paths that are relayed by load. ``streams``: the client wants the answer
-    as a stream. ``rank`` is the data-parallel rank that it asks for.
+    as a stream. ``rank`` is the data-parallel rank that it asks for. ``picked`` is its policy, None for the
+    router's own; ``key`` what that policy goes by.
     """
 
     request_id: str
@@ -52,6 +56,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     is_prompt: bool = True
     streams: bool = False
     rank: int | None = None
+    picked: Picked | None = None
+    key: bytes | None = None
+
+    @property
+    def policy(self) -> Policy | None:
+        return self.picked.policy if self.picked else None
 
 
 class _Matches(msgspec.Struct, frozen=True):
@@ -68,14 +78,14 @@ class Planner:
         fleet: Fleet,
         tokenizer: Tokenizer,
         lookup: Lookup | None,
-        policy: Policy,
+        rules: Rules,
         metrics: RouterMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._tokenizer = tokenizer
         self._lookup = lookup
-        self._policy = policy
+        self._rules = rules
         self._metrics = metrics
         self._clock = clock
         self._throttled = Throttled(log, clock)
@@ -100,11 +110,18 @@ class Planner:
         return new
 
     async def plan(
-        self, request_id: str, body: bytes, *, readable: bool = True, rank: int | None = None
+        self,
+        request_id: str,
+        body: bytes,
+        *,
+        path: str,
+        headers: Mapping[str, str],
+        readable: bool = True,
+        rank: int | None = None,
     ) -> Plan:
         """The plan for a chat or completion request. ``readable`` is False for a body in a content coding.
 
-        Raises RefusedError for bad JSON, as vLLM would.
+        Raises RefusedError for bad JSON, as vLLM would, and for an override that names nothing.
         """
         parsed, unread = RequestBody(), None if readable else fallback.UNREADABLE_BODY
         try:
@@ -114,8 +131,11 @@ class Planner:
         if not self._fleet.knows(parsed.model):
             await self._fleet.refresh()
         parsed = msgspec.structs.replace(parsed, model=self._fleet.meant(parsed.model))
+        picked = self._rules.pick(parsed.model, path, headers, list(self._fleet.replicas))
+        policy = picked.policy
         plan = Plan(
             request_id=request_id,
+            picked=picked,
             model=parsed.model,
             body_bytes=len(body),
             fallback=unread,
@@ -125,20 +145,26 @@ class Planner:
         replicas = self._fleet.serving(parsed.model)
         if unread or not replicas:
             return plan
-        tokens = await self._tokens(parsed, replicas)
-        matches = await self._matches(parsed, tokens, replicas)
+        tokens = await self._tokens(policy, parsed, replicas)
+        matches = await self._matches(policy, parsed, tokens, replicas)
+        key, no_key = None, None
+        if policy.key is not None:
+            found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=tokens.ids))
+            key, no_key = _own(policy, parsed.model, found), fallback.NO_KEY if found is None else None
         return msgspec.structs.replace(
             plan,
             ids=tokens.ids,
+            key=key,
             matches=matches.by_stream,
-            fallback=tokens.why_not or matches.fallback,
+            fallback=tokens.why_not or matches.fallback or no_key,
             notes=matches.notes,
             comparable=tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache,
         )
 
-    async def _tokens(self, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
-        if not self._policy.uses_tokens and self._lookup is None:
-            return tokens_in_request(body) or Tokens(None)
+    async def _tokens(self, policy: Policy, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
+        if not policy.uses_tokens and (self._lookup is None or not policy.observes):
+            found = tokens_in_request(body) or Tokens(None)
+            return msgspec.structs.replace(found, why_not=None)
         begun = self._clock()
         try:
             return await self._tokenizer.tokens(body, replicas)
@@ -150,10 +176,12 @@ class Planner:
         finally:
             self._metrics.tokenize_seconds.observe(self._clock() - begun)
 
-    async def _matches(self, body: RequestBody, tokens: Tokens, replicas: Sequence[Replica]) -> _Matches:
+    async def _matches(
+        self, policy: Policy, body: RequestBody, tokens: Tokens, replicas: Sequence[Replica]
+    ) -> _Matches:
         if self._lookup is None:
-            return _Matches(fallback=fallback.NO_INDEX if self._policy.uses_matches else None)
-        if tokens.ids is None:
+            return _Matches(fallback=fallback.NO_INDEX if policy.uses_matches else None)
+        if tokens.ids is None or not (policy.uses_matches or policy.observes):
             return _Matches()
         if not body.reads_cache:
             return _Matches(notes=("the engine reads no cache for prompt_logprobs",))
@@ -205,3 +233,10 @@ class Planner:
             untrusted = f"{len(by_stream) - trusted} of {len(by_stream)} streams not trusted now"
             notes += (f"{untrusted} ({', '.join(sorted(doubtful))})",)
         return _Matches(by_stream, notes=notes)
+
+
+def _own(policy: Policy, model: str | None, key: bytes | None) -> bytes | None:
+    """A key of its policy and model; hashed, as it may be long, and somebody's name."""
+    if key is None:
+        return None
+    return xxh3_128_digest(f"{policy.name}\0{model or ''}\0".encode("utf-8", "replace") + key)

@@ -133,7 +133,9 @@ class Route:
         if request.method == "POST" and request.path in PROMPT_PATHS:
             readable = request.headers.get("Content-Encoding", "identity").lower() == "identity"
             rank = pinned_rank(request.headers)
-            return await self._planner.plan(request_id, body, readable=readable, rank=rank)
+            return await self._planner.plan(
+                request_id, body, path=request.path, headers=request.headers, readable=readable, rank=rank
+            )
         model = self._fleet.meant(model_of(body, request.headers.get("Content-Type", "")))
         return Plan(
             request_id=request_id,
@@ -152,6 +154,8 @@ class Route:
         journey.exchanges.append(exchange)
         journey.last = exchange
         self._metrics.decisions.labels(decision.policy, decision.mode).inc()
+        if attempt == 1 and decision.rule is not None:
+            self._metrics.rules.labels(decision.rule).inc()
         if attempt == 1 and decision.fallback is not None:
             self._metrics.fallbacks.labels(decision.fallback).inc()
         describe_decision(span, decision)

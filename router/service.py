@@ -29,7 +29,7 @@ from router.load import Load
 from router.lookup import FirstThatAnswers, HttpLookup, Lookup, MapLookup
 from router.metrics import RouterMetrics
 from router.plan import Planner
-from router.policies import POLICIES, policy_named
+from router.policies import POLICIES
 from router.poller import Poller
 from router.refusal import refusal
 from router.registrar import Registrar
@@ -96,7 +96,7 @@ async def router_app(
     """
     settings.check()
     _check_map(settings.map)
-    specs, policy = parse_replicas(settings.replica), policy_named(settings.policy)
+    specs, rules = parse_replicas(settings.replica), settings.rules()
     pass_header_bytes()
     if not specs:
         log.warning(
@@ -135,12 +135,17 @@ async def router_app(
         tokenizer = Tokenizer(
             session, timeout_s=settings.tokenize_timeout_s, cache_tokens=settings.token_cache_tokens, rng=rng
         )
-        planner = Planner(fleet, tokenizer, lookup, policy, metrics)
+        planner = Planner(fleet, tokenizer, lookup, rules, metrics)
         route = Route(
             fleet,
             planner,
             Decider(
-                fleet, load, policy, POLICIES["least-loaded"], max_inflight=settings.max_inflight, rng=rng
+                fleet,
+                load,
+                rules.default,
+                POLICIES["least-loaded"],
+                max_inflight=settings.max_inflight,
+                rng=rng,
             ),
             upstream or AiohttpUpstream(session, fresh),
             metrics,
@@ -152,7 +157,14 @@ async def router_app(
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
         admin = Admin(
-            fleet, load, metrics, router.decisions, registrar, planner.strangers, lambda: router.draining
+            fleet,
+            load,
+            metrics,
+            router.decisions,
+            registrar,
+            planner.strangers,
+            rules,
+            lambda: router.draining,
         )
         admin.add_routes(router.app)
         router.app.router.add_get("/v1/models", router.models)

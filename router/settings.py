@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from router.errors import SettingsError
 from router.outliers import OutlierRules
 from router.policies import policy_named
 from router.replicas import checked_url, parse_replicas
+from router.rules import Rule, Rules
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +36,31 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "[,ranks=N][,topic=T][,model=M][,block-size=N]. What is left out is asked of the engine."
         ),
     ] = ()
-    policy: Annotated[str, Meta(description="cache-aware, least-loaded or round-robin.")] = "cache-aware"
+    policy: Annotated[
+        str,
+        Meta(description="cache-aware, prefix-hash, session, least-loaded, round-robin or random."),
+    ] = "cache-aware"
+    policy_parameters: Annotated[
+        dict[str, Any] | None,
+        Meta(description="Parameters of --policy, as docs/operating.md lists them; as a flag, in JSON."),
+    ] = None
+    rule: Annotated[
+        tuple[Rule, ...],
+        Meta(
+            description="A rule that gives requests by model, path, headers or tenant a policy of their own; "
+            "may be repeated, the first that fits counts. In the file [[router.rule]]; as a flag, in JSON."
+        ),
+    ] = ()
+    tenant_header: Annotated[str, Meta(description="Request header that names the tenant, for rules.")] = (
+        "x-tenant-id"
+    )
+    allow_override: Annotated[
+        bool,
+        Meta(
+            description="Let requests choose: x-warmroute-policy names a policy, x-warmroute-replica a "
+            "replica (NAME or NAME/RANK)."
+        ),
+    ] = False
     request_limit_bytes: Annotated[int, Meta(ge=1, description="Largest request body, bytes.")] = (
         64 * 1024 * 1024
     )
@@ -108,6 +133,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             slow_start_s=self.slow_start_s,
         )
 
+    def rules(self) -> Rules:
+        """The policies of requests. Raises SettingsError."""
+        return Rules(
+            self.rule,
+            policy_named(self.policy, self.policy_parameters),
+            tenant_header=self.tenant_header,
+            allow_override=self.allow_override,
+        )
+
     def check(self) -> None:
         """Raises SettingsError, which names the setting, for values that no router could run with. Looks at
         nothing but the values.
@@ -116,7 +150,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             host_and_port(self.listen)
         except AddressError as error:
             raise SettingsError(str(error)) from error
-        policy_named(self.policy)
+        self.rules()
         parse_replicas(self.replica)
         if self.indexer is not None:
             checked_url("--indexer", self.indexer)

@@ -135,6 +135,7 @@ def describe_decision(span: Span, decision: Decision) -> None:
         "warmroute.predicted_cached_tokens": decision.matched_tokens,
         "warmroute.best_available_tokens": decision.best_available_tokens,
         "warmroute.fallback": decision.fallback,
+        "warmroute.rule": decision.rule,
     }
     span.set_attributes({name: value for name, value in counts.items() if value is not None})
 

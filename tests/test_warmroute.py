@@ -163,3 +163,75 @@ def test_another_distributions_package_of_the_same_name_is_refused(
     monkeypatch.setitem(sys.modules, "events", stranger)
     assert run(["config"], monkeypatch) == 2
     assert "the package 'events' comes from" in capsys.readouterr().err
+
+
+RULES = """
+[router]
+policy = "prefix-hash"
+policy_parameters = { messages = 0 }
+
+[[router.rule]]
+name = "agents"
+headers = { x-app = "agent*" }
+policy = "session"
+parameters = { bound = 1.5 }
+"""
+
+
+def test_rules_are_tables_in_the_file_and_json_in_flags_and_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "warmroute.toml"
+    path.write_text(RULES)
+    table = {
+        "name": "agents",
+        "headers": {"x-app": "agent*"},
+        "policy": "session",
+        "parameters": {"bound": 1.5},
+    }
+    found = settings("--config", str(path))
+    assert found["router.rule"] == {"setting": "router.rule", "value": [table], "source": "config file"}
+    assert found["router.policy_parameters"]["value"] == {"messages": 0}
+    assert settings(WARMROUTE_ROUTER_RULE=json.dumps([table, table | {"name": "b"}]))["router.rule"][
+        "value"
+    ] == [table, table | {"name": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("headers", "haeders", "unknown field `haeders` - at `$.router.rule[0]`"),
+        ('"session"', '"sesion"', "unknown rule[0] (agents) policy 'sesion'"),
+        (
+            "bound",
+            "buond",
+            "rule[0] (agents) policy session, parameters: Object contains unknown field `buond`",
+        ),
+        (
+            "bound = 1.5",
+            "bound = 0.5",
+            "rule[0] (agents) policy session, parameters: Expected `float` >= 1.0",
+        ),
+        ("messages = 0", "message = 0", "--policy prefix-hash, parameters: Object contains unknown"),
+    ],
+)
+def test_rq16_a_bad_rule_is_refused_at_start_with_its_place(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    old: str,
+    new: str,
+    told: str,
+) -> None:
+    path = tmp_path / "warmroute.toml"
+    path.write_text(RULES.replace(old, new))
+    assert run(["--config", str(path), "router"], monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_rule_that_is_no_json_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("no json", "[]"):
+        assert run(["router", "--rule", flag], monkeypatch) == 2
+        assert "is no JSON" in capsys.readouterr().err

@@ -1,0 +1,110 @@
+"""``prefix-hash``: prompts that begin alike go to the same stream, without asking what is cached where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Raw
+from xxhash import xxh3_128_digest
+
+from router.decision import Ask, Candidate, RandomSource, Ranked
+from router.policies import least_loaded
+from router.policies.keyed import Keyed
+from router.policies.rendezvous import BOUND, SPARE_REQUESTS, by_key
+from router.prompt import RequestBody, given
+
+LEADING_ROLES = frozenset({"system", "developer"})
+CHARS_PER_TOKEN = 4
+"""The guess at where so many tokens of a text end."""
+DATES = r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?"
+TIMES = r"\b\d\d?:\d\d(?::\d\d)?(?: ?[AaPp][Mm])?\b"
+UUIDS = r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
+
+
+class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the prefix ends. ``boundary`` ``messages``: behind the tools, the system prompt, and the first
+    ``messages`` messages after it; of a text without messages, behind as many characters as ``tokens`` tokens
+    have. ``tokens``: behind the first ``tokens`` token ids, for which an engine may have to be asked.
+
+    What matches a regular expression of ``volatile`` is left out of messages and texts: by default dates,
+    times and UUIDs. A stream gets no more than ``bound`` times the mean of requests in flight, and
+    ``spare_requests`` at least.
+    """
+
+    boundary: Literal["messages", "tokens"] = "messages"
+    messages: Annotated[int, Meta(ge=0)] = 1
+    tokens: Annotated[int, Meta(ge=1)] = 512
+    volatile: tuple[str, ...] = (DATES, TIMES, UUIDS)
+    bound: Annotated[float, Meta(ge=1)] = BOUND
+    spare_requests: Annotated[int, Meta(ge=1)] = SPARE_REQUESTS
+
+    def __post_init__(self) -> None:
+        for pattern in self.volatile:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"volatile: {pattern!r} is no regular expression: {error}") from error
+
+    def key(self, request: Keyed) -> bytes | None:
+        """A hash of the prefix."""
+        if request.ids is not None and (self.boundary == "tokens" or not given(request.read.messages)):
+            text = request.ids[: self.tokens].tobytes()
+        elif self.boundary == "tokens":
+            return None
+        else:
+            found = self._messages(request.read) if given(request.read.messages) else self._text(request.read)
+            if found is None:
+                return None
+            text = found
+        salt = request.read.cache_salt
+        return xxh3_128_digest(text + (salt.encode("utf-8", "replace") if isinstance(salt, str) else b""))
+
+    def _messages(self, body: RequestBody) -> bytes | None:
+        try:
+            messages = msgspec.json.decode(body.messages, type=list[_Message])
+        except msgspec.MsgspecError:
+            return None
+        parts = [bytes(body.tools)] if given(body.tools) else []
+        parts += (f"{m.role}:".encode() + bytes(m.content) for m in _leading(messages, self.messages))
+        return self._steady(b"\n".join(parts))
+
+    def _text(self, body: RequestBody) -> bytes | None:
+        try:
+            prompt = msgspec.json.decode(body.prompt, type=str | list[str])
+        except msgspec.MsgspecError:
+            return None
+        text = prompt if isinstance(prompt, str) else next(iter(prompt), "")
+        return self._steady(text.encode()[: CHARS_PER_TOKEN * self.tokens]) if text else None
+
+    def _steady(self, text: bytes) -> bytes:
+        return _volatile(self.volatile).sub(b"", text) if self.volatile else text
+
+    def rank(self, ask: Ask, candidates: Sequence[Candidate], rng: RandomSource) -> list[Ranked]:
+        """By the prefix's key; by load without one."""
+        if ask.key is None:
+            return least_loaded.rank(ask, candidates, rng)
+        ranked = by_key(ask.key, candidates, bound=self.bound, spare=self.spare_requests)
+        return [msgspec.structs.replace(item, reason=f"prefix hash: {item.reason}") for item in ranked]
+
+
+class _Message(msgspec.Struct):
+    role: str = ""
+    content: Raw = Raw(b"")
+
+
+def _leading(messages: Sequence[_Message], more: int) -> Iterator[_Message]:
+    for message in messages:
+        if message.role not in LEADING_ROLES:
+            more -= 1
+            if more < 0:
+                return
+        yield message
+
+
+@lru_cache(maxsize=64)
+def _volatile(patterns: tuple[str, ...]) -> re.Pattern[bytes]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns).encode())

@@ -1,0 +1,14 @@
+"""``random``: any stream, to compare others with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.decision import Ask, Candidate, RandomSource, Ranked
+
+
+def rank(ask: Ask, candidates: Sequence[Candidate], rng: RandomSource) -> list[Ranked]:
+    """The candidates in random order; the cost is what was drawn."""
+    drawn = [(rng.random(), candidate) for candidate in candidates]
+    drawn.sort(key=lambda pair: pair[0])
+    return [Ranked(candidate, draw, {"draw": draw}, "drawn at random") for draw, candidate in drawn]
