@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping
 
+import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
 HOP_BY_HOP = frozenset(
@@ -46,10 +47,20 @@ def _hop_by_hop(headers: CIMultiDictProxy[str]) -> frozenset[str]:
     return HOP_BY_HOP | frozenset(named)
 
 
-def to_replica(headers: CIMultiDictProxy[str], request_id: str, rank: int | None) -> CIMultiDict[str]:
+class Via(msgspec.Struct, frozen=True):
+    """From where, how and to which Host a request came to us."""
+
+    address: str
+    scheme: str
+    host: str
+
+
+def to_replica(
+    headers: CIMultiDictProxy[str], request_id: str, rank: int | None, via: Via | None = None
+) -> CIMultiDict[str]:
     """The headers for the replica: without those of the hop, Host and length (our client sets them), with
-    ``request_id``, and with ``rank`` where we chose one and the caller did not. Of a repeated Authorization
-    the first counts; other repeats are kept.
+    ``request_id``, with ``rank`` where we chose one and the caller did not, and with ``via`` added to what
+    proxies before us said. Of a repeated Authorization the first counts; other repeats are kept.
     """
     left_out = _hop_by_hop(headers) | {"host", "content-length", "expect", REQUEST_ID.lower()}
     passed = _without(headers, left_out)
@@ -59,7 +70,24 @@ def to_replica(headers: CIMultiDictProxy[str], request_id: str, rank: int | None
     passed[REQUEST_ID] = request_id
     if rank is not None:
         passed.setdefault(RANK, str(rank))
+    if via is not None:
+        _tell_the_way(passed, via)
     return passed
+
+
+def _tell_the_way(headers: CIMultiDict[str], via: Via) -> None:
+    """Adds ``via`` in the headers of RFC 9110 (section 7.6.3) and 7239, and in those that came before it."""
+    node = f"[{via.address}]" if ":" in via.address else via.address
+    host = via.host.replace("\\", "\\\\").replace('"', '\\"')
+    _append(headers, "Forwarded", f'for="{node}";host="{host}";proto={via.scheme}')
+    _append(headers, "X-Forwarded-For", via.address)
+    headers.setdefault("X-Forwarded-Host", via.host)
+    headers.setdefault("X-Forwarded-Proto", via.scheme)
+    _append(headers, "Via", "1.1 warmroute")
+
+
+def _append(headers: CIMultiDict[str], name: str, value: str) -> None:
+    headers[name] = ", ".join([*headers.getall(name, []), value])
 
 
 def to_client(headers: CIMultiDictProxy[str], ours: Mapping[str, str]) -> CIMultiDict[str]:

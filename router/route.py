@@ -12,6 +12,7 @@ from aiohttp import web
 from opentelemetry.trace import Span
 
 from events.logs import Throttled
+from router.body import read_body
 from router.decider import RETRY_AFTER_S, Decider
 from router.decision_log import DecisionLog
 from router.errors import (
@@ -24,7 +25,7 @@ from router.errors import (
 )
 from router.exchange import CANCELLED, Exchange
 from router.fleet import Fleet
-from router.headers import RANK, REQUEST_ID, request_id_of, to_replica
+from router.headers import RANK, REQUEST_ID, Via, request_id_of, to_replica
 from router.kept import KeptAnswer, keep
 from router.metrics import RouterMetrics
 from router.plan import Plan, Planner
@@ -68,6 +69,8 @@ class Route:
         *,
         attempts: int,
         retry_server_errors: bool = True,
+        body_idle_s: float = 30.0,
+        forwarded: bool = True,
         recorder: Recorder | None = None,
     ) -> None:
         self._fleet = fleet
@@ -79,6 +82,8 @@ class Route:
         self._decisions = decisions
         self._attempts = attempts
         self._retry_server_errors = retry_server_errors
+        self._body_idle_s = body_idle_s
+        self._forwarded = forwarded
         self._recorder = recorder
         self._throttled = Throttled(log)
 
@@ -110,7 +115,7 @@ class Route:
             return response
 
     async def _serve(self, request: web.Request, journey: _Journey, span: Span) -> web.StreamResponse:
-        body = await read_request(request)
+        body = await read_body(request, request.client_max_size, self._body_idle_s)
         with self._tracing.decide() as decide_span:
             plan = await self._plan(request, body, journey.request_id)
             exchange = self._choose(plan, journey, decide_span)
@@ -239,7 +244,10 @@ class Route:
         replica = self._fleet.replicas[name]
         ours = rank if replica.pins(exchange.decision.matched_tokens) else None
         exchange.placed = not replica.port_ranks or ours is not None or exchange.plan.rank == rank
-        headers = to_replica(request.headers, exchange.decision.request_id, ours)
+        via = Via(request.remote or "unknown", request.scheme, request.headers.get("Host", ""))
+        headers = to_replica(
+            request.headers, exchange.decision.request_id, ours, via if self._forwarded else None
+        )
         self._tracing.inject(headers)
         exchange.sending(request, body, headers)
         # Of a target in absolute form, as clients send it to proxies, the host is us.
@@ -358,27 +366,6 @@ def _place(error: Exception) -> str:
     """Where it was raised, for a log that must not hold what it was raised about."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.name}, {PurePath(frame.filename).name}:{frame.lineno}"
-
-
-async def read_request(request: web.Request) -> bytes:
-    """The request's body. Raises RefusedError: 413 over the limit, 400 for a body that breaks off."""
-    limit = request.client_max_size
-    too_large = RefusedError(
-        413,
-        "Request Entity Too Large",
-        f"The request body is larger than {limit} bytes (--request-limit-bytes)",
-        reason="request too large",
-    )
-    if request.content_length is not None and request.content_length > limit:
-        raise too_large
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise too_large from error
-    except web.RequestPayloadError as error:
-        raise RefusedError(
-            400, "Bad Request", "The request body cannot be read", reason="bad body"
-        ) from error
 
 
 def _out_of_attempts(failed: set[str]) -> RefusedError:

@@ -6,11 +6,15 @@ with bytes of a request: they hold prompts and keys.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from http import HTTPStatus
 from typing import Any
 
-from aiohttp import web
+import msgspec
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import LineTooLong
+from aiohttp.web_protocol import _ErrInfo
 
 from events.logs import Throttled
 from router.errors import RefusedError
@@ -19,33 +23,59 @@ from router.refusal import refusal
 
 log = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 64 * 1024
 _MESSAGES = {
     400: "The request is no valid HTTP",
+    414: "The request target is longer than --header-limit-bytes",
+    431: "A request header is longer than --header-limit-bytes",
     404: "Not Found: this router serves /v1/..., /health, /ready, /metrics and /debug/...",
 }
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one connection may take: ``header_bytes`` of a header and of the request's target, ``headers``
+    lines, ``head_s`` seconds for a head to come whole, ``keepalive_s`` seconds without a request.
+    """
+
+    header_bytes: int = 64 * 1024
+    headers: int = 128
+    head_s: float = 30.0
+    keepalive_s: float = 3630.0
 
 
 class Runner(web.AppRunner):
     """Runs ``app``. ``policy`` is named in answers, ``grace_s`` is what open ones get when it ends."""
 
-    def __init__(self, app: web.Application, policy: str, *, grace_s: float) -> None:
+    def __init__(self, app: web.Application, policy: str, limits: Limits, *, grace_s: float) -> None:
         super().__init__(app, shutdown_timeout=grace_s)
         self._policy = policy
+        self._limits = limits
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
-        return _Server(self._policy, made)
+        return _Server(self._policy, self._limits, made)
+
+
+async def await_body(request: web.Request) -> None:
+    """For ``expect_handler``: asks for the body of a request that waits for it, unless it is too large anyway
+    (RFC 9110, section 10.1.1).
+    """
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed
+    if request.version == HttpVersion11 and (request.content_length or 0) <= request.client_max_size:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # What was written is no part of the answer.
+        request.writer.output_size = 0
 
 
 class _Server(web.Server):
     """Makes our connections for the handler of the server that aiohttp ``made`` of an application."""
 
-    def __init__(self, policy: str, made: web.Server) -> None:
+    def __init__(self, policy: str, limits: Limits, made: web.Server) -> None:
         super().__init__(
             made.request_handler, request_factory=made.request_factory, handler_cancellation=True
         )
         self.policy = policy
+        self.limits = limits
         self.throttled = Throttled(log)
 
     def __call__(self) -> web.RequestHandler:
@@ -54,16 +84,60 @@ class _Server(web.Server):
 
 class _Connection(web.RequestHandler):
     def __init__(self, server: _Server) -> None:
+        limits = server.limits
         super().__init__(
             server,
             loop=server._loop,
             access_log=None,  # type: ignore[arg-type]
             auto_decompress=False,
-            max_line_size=MAX_LINE_BYTES,
-            max_field_size=MAX_LINE_BYTES,
+            # One more than for headers: the error says which of the two it is about by the limit alone.
+            max_line_size=limits.header_bytes + 1,
+            max_field_size=limits.header_bytes,
+            max_headers=limits.headers,
+            keepalive_timeout=limits.keepalive_s,
         )
         self._policy = server.policy
         self._throttled = server.throttled
+        self._head_s = limits.head_s
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_head_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """aiohttp's own, but a head has to be whole in time, and a body that turns malformed ends the wait
+        for it.
+        """
+        super().data_received(data)
+        if self._messages:
+            self._stop_head_timer()
+            if isinstance(self._messages[-1][0], _ErrInfo):
+                self._fail_body()
+        elif self._waiter is not None and self._head_timer is None:
+            self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        self.force_close()
+
+    def _fail_body(self) -> None:
+        """aiohttp would queue the error as the next request, and leave the reader of this body waiting."""
+        request = self._current_request
+        if request is not None and not request.content.is_eof():
+            self._messages.clear()
+            self.close()
+            request.content.set_exception(web.RequestPayloadError("malformed"))
+            request.content.feed_eof()
 
     def handle_error(
         self,
@@ -76,6 +150,8 @@ class _Connection(web.RequestHandler):
         self.log_exception("a request failed", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun and cannot become another one")
+        if isinstance(exc, LineTooLong):
+            status = 431 if exc.args[1] == self.max_field_size else 414
         response = self._refusal(request, status)
         response.force_close()
         return response

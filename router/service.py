@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import random
+import resource
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,7 +37,7 @@ from router.registrar import Registrar
 from router.relay import leave_untyped
 from router.replicas import parse_replicas
 from router.route import Route
-from router.server import Runner
+from router.server import Runner, await_body
 from router.settings import RouterSettings
 from router.tap import Recorder
 from router.tokens import Tokenizer
@@ -106,12 +107,8 @@ async def router_app(
         probes = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         )
-        session = await stack.enter_async_context(
-            upstream_session(settings.connect_timeout_s, settings.idle_timeout_s)
-        )
-        fresh = await stack.enter_async_context(
-            upstream_session(settings.connect_timeout_s, settings.idle_timeout_s, fresh=True)
-        )
+        session = await stack.enter_async_context(_session(settings, settings.upstream_keepalive_s))
+        fresh = await stack.enter_async_context(_session(settings, 0.0))
         rng = random.Random(settings.seed)
         fleet = Fleet(
             specs,
@@ -153,6 +150,8 @@ async def router_app(
             router.decisions,
             attempts=settings.attempts,
             retry_server_errors=settings.retry_server_errors,
+            body_idle_s=settings.body_idle_timeout_s,
+            forwarded=settings.forwarded,
             recorder=recorder,
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
@@ -168,7 +167,7 @@ async def router_app(
         )
         admin.add_routes(router.app)
         router.app.router.add_get("/v1/models", router.models)
-        router.app.router.add_route("*", "/v1/{path:.*}", route.handle)
+        router.app.router.add_route("*", "/v1/{path:.*}", route.handle, expect_handler=await_body)
         fleet.start()
         stack.push_async_callback(fleet.close)
         if settings.poll_interval_s:
@@ -180,6 +179,12 @@ async def router_app(
             registrar.start()
             stack.push_async_callback(registrar.close)
         yield router
+
+
+def _session(settings: RouterSettings, keepalive_s: float) -> aiohttp.ClientSession:
+    return upstream_session(
+        settings.connect_timeout_s, settings.idle_timeout_s, keepalive_s, settings.header_limit_bytes
+    )
 
 
 def _check_map(folder: str | None) -> None:
@@ -234,11 +239,11 @@ async def listening(router: RouterApp) -> AsyncIterator[str]:
     """
     settings = router.settings
     host, port = host_and_port(settings.listen)
-    runner = Runner(router.app, settings.policy, grace_s=settings.grace_s)
+    runner = Runner(router.app, settings.policy, settings.limits(), grace_s=settings.grace_s)
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, host, port, reuse_address=True).start()
+            await web.TCPSite(runner, host, port, reuse_address=True, backlog=settings.backlog).start()
         except OSError as error:
             raise ListenError(_cannot_listen(settings.listen, error)) from error
         url = http_url(host, runner.addresses[0][1])
@@ -254,8 +259,15 @@ def _cannot_listen(listen: str, error: OSError) -> str:
     return f"cannot listen on {listen}: {why}; choose another --listen"
 
 
+def _raise_file_limit() -> None:
+    """Each request takes two sockets; the usual soft limit of 1,024 files is there for ``select``."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def serve(settings: RouterSettings, recorder: Recorder | None = None) -> None:
     """Runs the router until SIGTERM or SIGINT. Raises RouterError when it cannot start."""
+    _raise_file_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -14,6 +14,7 @@ from router.outliers import OutlierRules
 from router.policies import policy_named
 from router.replicas import checked_url, parse_replicas
 from router.rules import Rule, Rules
+from router.server import Limits
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +65,24 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     request_limit_bytes: Annotated[int, Meta(ge=1, description="Largest request body, bytes.")] = (
         64 * 1024 * 1024
     )
+    header_limit_bytes: Annotated[
+        int, Meta(ge=1024, description="Longest header, and longest request target, both ways, bytes.")
+    ] = 64 * 1024
+    header_limit_count: Annotated[int, Meta(ge=1, description="Most headers of a request.")] = 128
+    head_timeout_s: Annotated[
+        float, Meta(gt=0, description="Time for the head of a request to come whole, seconds.")
+    ] = 30.0
+    body_idle_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest silence of a client in a request body, seconds.")
+    ] = 30.0
+    keepalive_s: Annotated[
+        float, Meta(gt=0, description="How long a client's connection is kept without a request, seconds.")
+    ] = 3630.0
+    backlog: Annotated[int, Meta(ge=1, description="Connections that may wait to be accepted.")] = 1024
+    forwarded: Annotated[
+        bool,
+        Meta(description="Whether replicas are told where a request came from (Forwarded, X-Forwarded-*)."),
+    ] = True
     max_inflight: Annotated[
         int | None,
         Meta(
@@ -99,6 +118,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     idle_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest silence of a replica in an answer, seconds.")
     ] = 600.0
+    upstream_keepalive_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="How long a connection to a replica is kept without a request, seconds; shorter than "
+            "the replica keeps it (vLLM: 5 s). 0: none is kept.",
+        ),
+    ] = 4.0
     lookup_timeout_s: Annotated[float, Meta(gt=0, description="Time for asking the index, seconds.")] = 0.2
     tokenize_timeout_s: Annotated[
         float, Meta(gt=0, description="Time for asking an engine for tokens, seconds.")
@@ -122,6 +149,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     )
     decisions_kept: Annotated[int, Meta(ge=1, description="Decisions shown at /debug/decisions.")] = 200
     seed: Annotated[int | None, Meta(description="Seed of the tie-break, for runs that repeat.")] = None
+
+    def limits(self) -> Limits:
+        """What a client's connection may take."""
+        return Limits(
+            header_bytes=self.header_limit_bytes,
+            headers=self.header_limit_count,
+            head_s=self.head_timeout_s,
+            keepalive_s=self.keepalive_s,
+        )
 
     def outlier_rules(self) -> OutlierRules:
         """The rules by which failing replicas are kept from requests."""

@@ -22,9 +22,6 @@ from router.errors import (
     UpstreamTimeoutError,
 )
 
-KEEPALIVE_S = 4.0
-"""Idle connections are closed before the engine does it: uvicorn, which vLLM runs on, waits 5 s."""
-MAX_HEADER_BYTES = 64 * 1024
 READ_BUFFER_BYTES = 256 * 1024
 DNS_TTL_S = 10
 
@@ -58,19 +55,20 @@ class Upstream(Protocol):
 
 
 def upstream_session(
-    connect_timeout_s: float, idle_timeout_s: float, *, fresh: bool = False
+    connect_timeout_s: float, idle_timeout_s: float, keepalive_s: float, header_bytes: int
 ) -> aiohttp.ClientSession:
     """A session for LLM traffic: no limit on connections or on total time, bytes as they are.
 
-    ``fresh`` makes one that keeps no connection.
+    Connections are kept for ``keepalive_s`` seconds without a request; 0 keeps none. ``header_bytes`` is the
+    most that a header of an answer may take.
     """
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=0,
-            keepalive_timeout=None if fresh else KEEPALIVE_S,
-            force_close=fresh,
+            keepalive_timeout=keepalive_s or None,
+            force_close=not keepalive_s,
             ttl_dns_cache=DNS_TTL_S,
         ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
@@ -78,8 +76,8 @@ def upstream_session(
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         trace_configs=[trace],
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
+        max_line_size=header_bytes,
+        max_field_size=header_bytes,
         read_bufsize=READ_BUFFER_BYTES,
     )
 

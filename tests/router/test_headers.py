@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from router.headers import request_id_of, to_client, to_replica
+from router.headers import Via, request_id_of, to_client, to_replica
 
 
 def test_px10_headers_of_the_hop_stay_behind_and_repeated_ones_are_kept() -> None:
@@ -68,3 +68,43 @@ def test_the_client_gets_the_replicas_headers_with_ours_in_place_of_equal_ones()
         ("X-Request-Id", "ours"),
         ("x-warmroute-policy", "p"),
     ]
+
+
+def told(via: Via, *came: tuple[str, str]) -> dict[str, list[str]]:
+    sent = to_replica(CIMultiDictProxy(CIMultiDict(came)), "id", None, via)
+    return {name.lower(): sent.getall(name) for name in sent if name.lower() != "x-request-id"}
+
+
+def test_px10_replicas_are_told_where_a_request_came_from() -> None:
+    assert told(Via("10.0.0.9", "http", "api.local:8080")) == {
+        "forwarded": ['for="10.0.0.9";host="api.local:8080";proto=http'],
+        "x-forwarded-for": ["10.0.0.9"],
+        "x-forwarded-host": ["api.local:8080"],
+        "x-forwarded-proto": ["http"],
+        "via": ["1.1 warmroute"],
+    }
+
+
+def test_px10_what_proxies_before_us_said_stays_in_front() -> None:
+    came = (
+        ("X-Forwarded-For", "1.1.1.1"),
+        ("x-forwarded-for", "2.2.2.2"),
+        ("X-Forwarded-Host", "outer"),
+        ("X-Forwarded-Proto", "https"),
+        ("Forwarded", "for=1.1.1.1"),
+        ("Via", "2 edge"),
+    )
+    assert told(Via("::1", "http", 'a"b\\c'), *came) == {
+        "forwarded": ['for=1.1.1.1, for="[::1]";host="a\\"b\\\\c";proto=http'],
+        "x-forwarded-for": ["1.1.1.1, 2.2.2.2, ::1"],
+        "x-forwarded-host": ["outer"],
+        "x-forwarded-proto": ["https"],
+        "via": ["2 edge, 1.1 warmroute"],
+    }
+
+
+def test_px10_a_client_cannot_have_the_way_taken_out() -> None:
+    way = told(
+        Via("10.0.0.9", "http", "h"), ("Connection", "X-Forwarded-For, Forwarded"), ("X-Forwarded-For", "x")
+    )
+    assert way["x-forwarded-for"] == ["10.0.0.9"]

@@ -39,7 +39,9 @@ MALFORMED = [
     b"sk-LEAK\r\n\r\n",
     b"GET /v1/sk-LEAK\xe9 HTTP/1.1\r\nHost: r\r\n\r\n",
     b"GET / HTTP/1.1\r\nX: " + b"sk-LEAK" * 20_000 + b"\r\n\r\n",
+    b"GET /" + b"sk-LEAK" * 20_000 + b" HTTP/1.1\r\n\r\n",
 ]
+STATUSES = [400] * 5 + [431, 414]
 
 
 async def test_op08_op10_malformed_http_is_told_in_our_shape_and_logged_once_without_its_bytes(
@@ -48,10 +50,10 @@ async def test_op08_op10_malformed_http_is_told_in_our_shape_and_logged_once_wit
     engine = await start_engine()
     router = await start_router(engine)
     with caplog.at_level("DEBUG"):
-        for request in MALFORMED * 3:
+        for request, expected in list(zip(MALFORMED, STATUSES, strict=True)) * 3:
             status, headers, body = await answer_to(router, request)
-            assert (status, headers["content-type"]) == (400, "application/json")
-            assert json.loads(body)["error"]["code"] == 400
+            assert (status, headers["content-type"]) == (expected, "application/json")
+            assert json.loads(body)["error"]["code"] == expected
             assert headers["x-warmroute-policy"] == "cache-aware"
             assert headers["x-warmroute-reason"]
             assert headers["x-request-id"]

@@ -1,0 +1,250 @@
+"""Bytes on the wire that a proxy must refuse, bound or pass on as they are: over raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+HEAD = b"POST /v1/x HTTP/1.1\r\nHost: r\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+class Exchanged:
+    """What came back on a connection: the statuses in order, all bytes, and whether it was closed."""
+
+    def __init__(self, content: bytes, *, closed: bool) -> None:
+        self.content = content
+        self.closed = closed
+        self.statuses = [int(status) for status in re.findall(rb"HTTP/\d\.\d (\d+)", content)]
+
+
+async def exchange(router: Any, *pieces: bytes, answers: int = 1) -> Exchanged:
+    """Sends the pieces, each after the router has had time for the one before; reads until so many answers
+    are there or the connection is closed.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+    content, closed = b"", False
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        async with asyncio.timeout(5):
+            while not closed and len(re.findall(rb"HTTP/\d\.\d [2-5]\d\d", content)) < answers:
+                data = await reader.read(65536)
+                content, closed = content + data, not data
+    finally:
+        writer.close()
+    return Exchanged(content, closed=closed)
+
+
+SMUGGLING = {
+    "both lengths": b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/x",
+    "both lengths, the other way": b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "two lengths": b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+    "one length twice": b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "a list of lengths": b"Content-Length: 2, 2\r\n\r\n{}",
+    "a signed length": b"Content-Length: +2\r\n\r\n{}",
+    "a negative length": b"Content-Length: -2\r\n\r\n{}",
+    "a hexadecimal length": b"Content-Length: 0x2\r\n\r\n{}",
+    "a grouped length": b"Content-Length: 0_2\r\n\r\n{}",
+    "a folded header": b"X-A: 1\r\n folded\r\nContent-Length: 2\r\n\r\n{}",
+    "a folded coding": b"Transfer-Encoding:\r\n chunked\r\n\r\n0\r\n\r\n",
+    "a bare line feed": b"X-A: 1\nContent-Length: 2\r\n\r\n{}",
+    "a bare carriage return": b"X-A: 1\rX-B: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "a zero byte": b"X-A: 1\x00\r\nContent-Length: 2\r\n\r\n{}",
+    "a blank before the colon": b"Content-Length : 2\r\n\r\n{}",
+    "no name": b": x\r\nContent-Length: 2\r\n\r\n{}",
+    "no colon": b"XA\r\nContent-Length: 2\r\n\r\n{}",
+    "a blank in a name": b"X A: x\r\nContent-Length: 2\r\n\r\n{}",
+    "another coding": b"Transfer-Encoding: xchunked\r\nContent-Length: 2\r\n\r\n{}",
+    "a coding that is none": b"Transfer-Encoding: identity\r\nContent-Length: 2\r\n\r\n{}",
+    "chunked not last": b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    "chunked twice": b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "a vertical tab": b"Transfer-Encoding: \x0bchunked\r\nContent-Length: 2\r\n\r\n{}",
+    "a chunk longer than it says": b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}X\r\n0\r\n\r\n",
+    "a chunk of 0x2": b"Transfer-Encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n",
+    "a chunk without bounds": b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff1\r\n{}\r\n0\r\n\r\n",
+    "chunks ended by line feeds": b"Transfer-Encoding: chunked\r\n\r\n2\n{}\n0\n\n",
+    "an extension with a line feed": b"Transfer-Encoding: chunked\r\n\r\n2;a\n{}\r\n0\r\n\r\n",
+    "a length in the trailers": b"Transfer-Encoding: chunked\r\n\r\n0\r\nContent-Length: 50\r\n\r\n",
+    "two hosts": b"Host: evil\r\nContent-Length: 2\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("rest", SMUGGLING.values(), ids=SMUGGLING.keys())
+async def test_px10_a_request_that_two_servers_could_read_in_two_ways_is_refused(
+    start_engine: Any, start_router: Any, rest: bytes
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    got = await exchange(router, HEAD + rest, answers=2)
+    assert got.statuses == [400]
+    assert got.closed
+    assert engine.generated == 0
+
+
+async def test_px10_a_coding_that_we_would_have_to_undo_is_refused(
+    start_engine: Any, start_router: Any
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    got = await exchange(router, HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
+    assert got.statuses == [501]
+    for line in (b"GET /v1/x HTTP/2.0", b"GET /v1/x"):
+        assert (await exchange(router, line + b"\r\nHost: r\r\n\r\n")).statuses in ([505], [400])
+    assert engine.generated == 0
+
+
+async def test_px10_a_request_needs_a_host(start_engine: Any, start_router: Any) -> None:
+    router = await start_router(await start_engine())
+    assert (await exchange(router, b"GET /v1/x HTTP/1.1\r\n\r\n")).statuses == [400]
+
+
+@pytest.mark.parametrize("pieces", [(CHUNKED, b"2\r\n{}\r\nZZ\r\n"), (CHUNKED + b"2\r\n{}\r\n", b"ZZ\r\n")])
+async def test_px10_a_body_that_turns_malformed_later_ends_the_connection(
+    start_engine: Any, start_router: Any, pieces: tuple[bytes, ...]
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    got = await exchange(router, *pieces, answers=2)
+    assert (got.statuses, got.closed, engine.generated) == ([400], True, 0)
+    assert b"cannot be read" in got.content
+    assert router.idle()
+
+
+async def test_px10_chunk_extensions_and_trailers_of_a_request_stay_behind(
+    start_engine: Any, start_router: Any
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    body = b'2;a="b"\r\n{}\r\n0\r\nX-T: 1\r\n\r\n'
+    got = await exchange(router, HEAD + b"Transfer-Encoding: chunked\r\nTrailer: X-T\r\n\r\n" + body)
+    assert (got.statuses, engine.bodies) == ([200], [b"{}"])
+    assert "X-T" not in engine.requests[-1].headers
+    assert "Trailer" not in engine.requests[-1].headers
+
+
+async def test_px10_an_answer_with_trailers_is_passed_on_without_them(start_router: Any) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while b"POST" not in (head := await reader.readuntil(b"\r\n\r\n")):
+            models = b'{"data":[{"id":"m"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models))
+        await reader.readexactly(int(re.findall(rb"Content-Length: (\d+)", head)[0]))
+        writer.write(
+            b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n"
+        )
+        writer.write(b"Trailer: X-T\r\n\r\n2\r\n{}\r\n0\r\nX-T: 1\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with router.client.post(f"{router.url}/v1/x", data=b"{}") as response:
+        assert (response.status, await response.read()) == (200, b"{}")
+        assert "Trailer" not in response.headers
+    server.close()
+
+
+async def test_px10_a_client_that_waits_for_it_is_told_to_go_on(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine, request_limit_bytes=1000)
+    head = HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    got = await exchange(router, head % 2, b"{}")
+    assert (got.statuses, engine.bodies) == ([100, 200], [b"{}"])
+    # A body that is too large anyway is not asked for.
+    got = await exchange(router, head % 1001)
+    assert got.statuses == [413]
+    assert engine.generated == 1
+
+
+async def test_px10_pipelined_requests_are_answered_in_order(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    got = await exchange(router, (HEAD + b"Content-Length: 2\r\n\r\n{}") * 3, answers=3)
+    assert (got.statuses, engine.generated) == ([200] * 3, 3)
+
+
+async def test_header_limits_are_settings(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine, header_limit_bytes=2000, header_limit_count=10)
+    get = b"GET /v1/%s HTTP/1.1\r\nHost: r\r\n%s\r\n"
+    long = b"x" * 1900
+    assert (await exchange(router, get % (b"x", b"X: %s\r\n" % long))).statuses == [500]
+    assert (await exchange(router, get % (long, b""))).statuses == [500]
+    assert engine.generated == 2
+    assert (await exchange(router, get % (b"x", b"X: %s%s\r\n" % (long, long)))).statuses == [431]
+    assert (await exchange(router, get % (long + long, b""))).statuses == [414]
+    assert (await exchange(router, get % (b"x", b"X: 1\r\n" * 10))).statuses == [400]
+    assert engine.generated == 2
+
+
+async def test_px02_a_head_that_does_not_come_whole_in_time_is_not_waited_for(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine(), head_timeout_s=0.2)
+    for pieces in ((b"POST /v1/x HT",), (b"",), (HEAD + b"Content-Length: 2\r\n\r\n{}", b"POST /v1/x HT")):
+        got = await exchange(router, *pieces, answers=2)
+        assert got.closed
+        assert got.statuses in ([], [200])
+
+
+async def test_px02_a_body_that_falls_silent_is_a_408(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine, body_idle_timeout_s=0.2)
+    got = await exchange(router, HEAD + b"Content-Length: 50\r\n\r\n{")
+    assert got.statuses == [408]
+    assert engine.generated == 0
+    assert router.idle()
+    # A slow one that goes on is fine, however long it takes.
+    pieces = [b"x"] * 30
+    got = await exchange(router, HEAD + b"Content-Length: 30\r\n\r\n", *pieces)
+    assert (got.statuses, engine.bodies[-1]) == ([500], b"x" * 30)
+
+
+async def test_px16_a_line_of_megabytes_passes(start_engine: Any, start_router: Any, kit: Any) -> None:
+    line = b"data: " + b"x" * 5_000_000 + b"\n\n"
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await kit.stream(request, [line, b"data: [DONE]\n\n"])
+
+    router = await start_router(await start_engine(answer=answer))
+    async with router.client.post(
+        f"{router.url}/v1/completions", json={"prompt": [1], "stream": True}
+    ) as response:
+        assert await response.read() == line + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(("status", "headers"), [(204, {}), (304, {"ETag": '"a"'})])
+async def test_an_answer_without_a_body_keeps_its_status_and_headers(
+    start_engine: Any, start_router: Any, status: int, headers: dict[str, str]
+) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, headers=headers)
+
+    router = await start_router(await start_engine(answer=answer))
+    got = await exchange(router, (b"GET /v1/x HTTP/1.1\r\nHost: r\r\n\r\n") * 2, answers=2)
+    assert got.statuses == [status] * 2
+    assert all(f"{name}: {value}".lower().encode() in got.content.lower() for name, value in headers.items())
+
+
+async def test_a_redirect_is_the_clients_to_follow(start_engine: Any, start_router: Any) -> None:
+    """Only configured replicas are ever dialled."""
+    elsewhere = await start_engine()
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"Location": f"{elsewhere.url}/v1/x"})
+
+    router = await start_router(await start_engine(answer=answer))
+    for path in ("/v1/completions", "/v1/x"):
+        async with router.client.post(
+            router.url + path, json={"prompt": [1]}, allow_redirects=False
+        ) as response:
+            assert (response.status, response.headers["Location"]) == (307, f"{elsewhere.url}/v1/x")
+    got = await exchange(router, b"GET http://127.0.0.1:%d/v1/x HTTP/1.1\r\nHost: r\r\n\r\n" % elsewhere.port)
+    assert got.statuses == [307]
+    assert elsewhere.generated == 0
