@@ -51,26 +51,42 @@ class Inbox:
         """Signals that wait."""
         return len(self._queues.get(stream, ()))
 
-    def take(self, limit: int, timeout: float, share: int = 32) -> list[tuple[StreamId, Signal]]:
+    def take(
+        self, limit: int, timeout: float, share: int = 32, max_bytes: int = 1 << 30
+    ) -> list[tuple[StreamId, Signal]]:
         """Up to ``limit`` signals, at most ``share`` of a stream before the next has its turn.
 
-        Waits up to ``timeout`` seconds for the first.
+        No more after ``max_bytes`` of payload. Waits up to ``timeout`` seconds for the first.
         """
         taken: list[tuple[StreamId, Signal]] = []
         with self._ready:
             if not self._turns:
                 self._ready.wait(timeout)
-            while self._turns and len(taken) < limit:
+            while self._turns and len(taken) < limit and max_bytes > 0:
                 stream = self._turns.popleft()
                 queue = self._queues[stream]
                 for _ in range(min(share, limit - len(taken), len(queue))):
                     signal = queue.popleft()
                     if isinstance(signal, Frame | Replayed):
                         self._bytes[stream] -= len(signal.payload)
+                        max_bytes -= len(signal.payload)
                     taken.append((stream, signal))
+                    if max_bytes <= 0:
+                        break
                 if queue:
                     self._turns.append(stream)
         return taken
+
+    def put_back(self, taken: list[tuple[StreamId, Signal]]) -> None:
+        """Returns what was just taken to the front of its queues, in its order, whatever their bounds."""
+        with self._ready:
+            for stream, signal in reversed(taken):
+                queue = self._queues.setdefault(stream, deque())
+                if not queue:
+                    self._turns.append(stream)
+                queue.appendleft(signal)
+                if isinstance(signal, Frame | Replayed):
+                    self._bytes[stream] += len(signal.payload)
 
     def wake(self) -> None:
         """Ends a waiting :meth:`take`."""

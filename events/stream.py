@@ -175,6 +175,15 @@ class Stream:
         """Live frames that wait for a replay to end."""
         return len(self._held)
 
+    def copy(self) -> Stream:
+        """The state as it is now, to go back to if what follows from a signal cannot be carried out."""
+        same = object.__new__(Stream)
+        same.__dict__.update(self.__dict__)
+        same._held = self._held.copy()
+        if self._ask is not None:
+            same._ask = msgspec.structs.replace(self._ask, kept=self._ask.kept.copy())
+        return same
+
     def on(self, signal: Signal, now: float) -> list[Action]:
         """What follows from ``signal`` at ``now`` (seconds on any monotonic clock)."""
         match signal:
@@ -190,6 +199,14 @@ class Stream:
                 return self._on_disconnected()
             case Overflowed():
                 return self._on_overflow(now)
+
+    def is_due(self, now: float) -> bool:
+        """Whether anything follows from time alone."""
+        if self._ask is not None and now >= self._ask.deadline:
+            return True
+        if self._retry_at is not None and now >= self._retry_at and self._ask is None:
+            return True
+        return self.state == "unverified" and self._verify_by is not None and now >= self._verify_by
 
     def tick(self, now: float) -> list[Action]:
         """What follows from time alone."""

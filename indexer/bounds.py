@@ -11,7 +11,9 @@ from indexer.layout import StreamRecord
 EVICT_BELOW = 0.85
 EVICT_ABOVE = 0.9
 EVICT_STEP = 2_000
-
+EVICT_SHARE = 8
+GROUP_SHARE = 16
+MAX_GROUP_BYTES = 1 << 30
 
 Victims = tuple[int, StreamRecord | None]
 
@@ -21,6 +23,11 @@ class Bounds(msgspec.Struct, frozen=True):
 
     budget_bytes: int | None = None
     stream_blocks: int | None = None
+
+    @property
+    def group_bytes(self) -> int:
+        """Payloads of one group: between two looks at the budget the map must not grow by much of it."""
+        return MAX_GROUP_BYTES if self.budget_bytes is None else self.budget_bytes // GROUP_SHARE
 
 
 class Eviction:
@@ -44,4 +51,9 @@ class Eviction:
         if budget is None or not held:
             return None
         self._over = used_bytes > budget * (EVICT_BELOW if self._over else EVICT_ABOVE)
-        return (EVICT_STEP, None) if self._over else None
+        return (step(held), None) if self._over else None
+
+
+def step(records: Iterable[StreamRecord]) -> int:
+    """How many blocks of all streams go at once: of a small map no more than a share."""
+    return min(EVICT_STEP, 1 + sum(record.blocks for record in records) // EVICT_SHARE)

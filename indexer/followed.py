@@ -16,7 +16,7 @@ from events.schema import Batch, Decoder, PayloadError
 from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream, digest_of
 from indexer.errors import IndexerError
 from indexer.layout import PARTIAL_TTL_S, StreamKey, StreamRecord
-from indexer.rank import Rank
+from indexer.rank import Kept, Rank
 from indexer.writer import Group, MapWriter
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,11 @@ class Poison:
 
 
 class Shared:
-    """What the streams of one indexer have in common, and what outlives their starting over."""
+    """What the streams of one indexer have in common, and what outlives their starting over.
+
+    ``batches`` counts what the group at hand applies; ``most`` is how many it may (None: all), because there
+    is no room for more.
+    """
 
     def __init__(
         self,
@@ -74,6 +78,8 @@ class Shared:
         self.wall = wall
         self.warn = Throttled(log)
         self.poison = Poison()
+        self.batches = 0
+        self.most: int | None = None
         self._said: TTLCache[str, None] = TTLCache(MAX_SAID, SAY_AGAIN_S, timer=clock)
 
     def say(self, what: str, why: str) -> None:
@@ -86,8 +92,8 @@ class Shared:
 class Followed:
     """A port that is followed: its state machine, and the ranks whose blocks its batches change.
 
-    ``ask`` is the replay to be asked for once the group is committed. ``now`` is always on the clock of the
-    state machine, seconds.
+    Either the group is committed and :meth:`committed` is said, or :meth:`go_back`: then the same signals may
+    come again. ``now`` is always on the clock of the state machine, seconds.
 
     A port is one rank's until its batches name a second one; from then on each number is a rank of its own
     (``ranks`` has those that were not registered). The order of batches is the port's: a restart forgets all
@@ -103,10 +109,11 @@ class Followed:
             lost=record.lost,
             started_at=record.started_at,
         )
-        self.ask: AskReplay | None = None
         self._shared = shared
         self._writer = shared.writer
         self._decoder = Decoder()
+        self._ask: AskReplay | None = None
+        self._before: _Before | None = None
         self._losses = 0
         self.own = self._rank(record)
         self.ranks: dict[int, Rank] = {}
@@ -128,28 +135,44 @@ class Followed:
         """One of the port's ranks, by its stream's id."""
         return next(rank for rank in self.every if rank.key == stream)
 
-    def load(self, group: Group) -> None:
-        """Takes up what the map has, and notes that nothing of it is proven yet."""
+    def load(self) -> None:
+        """Takes up the ranks that the map has."""
         for record in self._writer.of_port(self.record):
             if record.rank is not None:
                 self.ranks[record.rank] = self._rank(record)
+
+    def committed(self) -> AskReplay | None:
+        """The group is in the map: gives the replay that is to be asked for now."""
+        ask, self._ask, self._before = self._ask, None, None
+        return ask
+
+    def go_back(self) -> None:
+        """Nothing of the group is in the map: everything is again as it was before."""
+        if self._before is not None:
+            self.machine, self._losses, self.own, self.ranks, ranks = self._before
+            for rank, kept in ranks:
+                rank.restore(kept)
         for rank in self.every:
-            rank.load(group)
-        self.note_state(group)
+            rank.forget_corrections()
+        self._ask = self._before = None
+
+    def _keep(self) -> None:
+        if self._before is None:
+            ranks = [(rank, rank.kept()) for rank in self.every]
+            self._before = (self.machine.copy(), self._losses, self.own, self.ranks.copy(), ranks)
 
     # what may happen to it
 
     def on(self, group: Group, signal: Signal, now: float) -> None:
         """What follows from a signal. Say :meth:`note_state` after the last of them."""
+        self._keep()
         self._perform(group, self.machine.on(signal, now))
 
     def tick(self, group: Group, now: float) -> None:
         """What follows from time alone for the state machine."""
-        machine = self.machine
-        before = (machine.state, machine.reason, machine.lost)
-        actions = machine.tick(now)
-        self._perform(group, actions)
-        if actions or before != (machine.state, machine.reason, machine.lost):
+        if self.machine.is_due(now):
+            self._keep()
+            self._perform(group, self.machine.tick(now))
             self.note_state(group)
 
     def outlive(self, group: Group) -> None:
@@ -170,6 +193,7 @@ class Followed:
 
     def purge(self, group: Group, stream: StreamKey, lora_name: str | None = None) -> None:
         """Forgets what a rank holds of an adapter, or all of it, by request."""
+        self._keep()
         rank = self.rank(stream)
         if lora_name is not None:
             last = self.machine.last
@@ -183,6 +207,7 @@ class Followed:
 
     def process_started(self, group: Group, at: float, now: float, asked: float) -> None:
         """The engine's process started ``at`` (unix seconds), by its answer to a question of ``asked``."""
+        self._keep()
         self._perform(group, self.machine.process_started(at, now, asked))
         self.note_state(group)
 
@@ -214,7 +239,7 @@ class Followed:
                 case Apply():
                     self._apply(group, action)
                 case AskReplay():
-                    self.ask = action
+                    self._ask = action
                 case Reset():
                     self._reset(group, action)
 
@@ -245,6 +270,7 @@ class Followed:
 
     def _apply(self, group: Group, action: Apply) -> None:
         rank = self.own
+        shared = self._shared
         try:
             batch = self._decoder.decode(action.payload)
             rank = self._rank_of(group, batch)
@@ -255,11 +281,15 @@ class Followed:
             self._leave_out(group, "rank", action)
             self._warn("rank", "a batch is left out: %s", error)
         else:
-            if self._shared.poison.has(self.stream, action.payload):
+            if shared.poison.has(self.stream, action.payload):
                 self._leave_out(group, "poison", action)
+            elif shared.most is not None and shared.batches >= shared.most:
+                self._leave_out(group, "no_room", action)
+                self._warn("no room", "there is no room for its batches: some are left out")
             else:
+                shared.batches += 1
                 self._apply_or_raise(group, rank, batch, action)
-        rank.applied(group, action.sequence, self._shared.wall())
+        rank.applied(group, action.sequence, shared.wall())
 
     def _leave_out(self, group: Group, reason: str, action: Apply) -> None:
         """A batch is missing in the map from here on."""
@@ -323,6 +353,9 @@ class Followed:
     def _warn(self, subject: str, message: str, *args: object) -> None:
         name = title(self.stream)
         self._shared.warn.warning(f"{subject} {name}", f"%s: {message}", name, *args)
+
+
+_Before = tuple[Stream, int, Rank, dict[int, Rank], list[tuple[Rank, Kept]]]
 
 
 def title(stream: StreamId) -> str:

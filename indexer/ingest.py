@@ -18,19 +18,18 @@ from events.inbox import Inbox, StreamId
 from events.logs import Throttled
 from events.stream import Signal, Stream
 from events.subscriber import Source
-from indexer.bounds import Bounds, Eviction
-from indexer.errors import IndexerError, MapError, MapFullError, RegistrationError, UnknownInstanceError
+from indexer.bounds import Bounds, Eviction, step
+from indexer.errors import IndexerError, MapError, RegistrationError, TooLargeError, UnknownInstanceError
 from indexer.feedback import Answered
 from indexer.followed import Followed, PoisonError, Shared, stream_key, title
 from indexer.layout import PARTIAL_TTL_S, StreamRecord
 from indexer.outcome import Outcome, refused
 from indexer.registration import Registration
+from indexer.room import SHRINK, Room
 from indexer.writer import Group, MapWriter
 
 log = logging.getLogger(__name__)
 
-GROUP_SIGNALS = 512
-GROUP_SHRINK = 16
 COLLECT_SHARE = 16
 EVICT_STEPS = 16
 NO_BOUNDS = Bounds()
@@ -74,6 +73,7 @@ class Ingest:
     ) -> None:
         self._writer = writer
         self._eviction = Eviction(bounds)
+        self._group_bytes = bounds.group_bytes
         self._feed = feed
         self._clock = clock
         self._warn = Throttled(log)
@@ -82,13 +82,14 @@ class Ingest:
         self._jobs: SimpleQueue[tuple[Job, Future[Any]]] = SimpleQueue()
         self._purges: set[tuple[StreamId, str | None]] = set()
         self._followed: dict[StreamId, Followed] = {}
-        self._group_signals = GROUP_SIGNALS
+        self._room = Room()
         self._beat_at = float("-inf")
         self._sync_at = clock() + SYNC_S
         self._running = False
         self._thread: threading.Thread | None = None
         self.failures = 0
         self.groups = 0
+        self.trouble: str | None = None
         self.feedback: Counter[str] = Counter()
 
     # from any thread
@@ -159,25 +160,68 @@ class Ingest:
                 if failed:
                     self._resume_from_commit()
                     failed = False
-                signals = self._feed.inbox.take(self._group_signals, 0 if self._busy else IDLE_S)
-                self.step(signals)
-                self._carry_out_commands()
-                self._group_signals = min(GROUP_SIGNALS, self._group_signals + 1 + self._group_signals // 16)
-            except PoisonError as error:
-                failed = True
-                self.failures += 1
-                self._shared.poison.note(error)
-                self._report(error)
+                if not self.work(0 if self._busy else IDLE_S):
+                    time.sleep(RECOVERY_PAUSE_S)
             except Exception as error:
                 failed = True
-                self.failures += 1
-                if isinstance(error, MapFullError):  # Less at a time may have room.
-                    self._group_signals = max(1, self._group_signals // GROUP_SHRINK)
-                self._report(error)
+                self._note_failure(error)
                 time.sleep(RECOVERY_PAUSE_S)
 
-    def _report(self, error: Exception) -> None:
+    def work(self, patience_s: float = 0.0) -> bool:
+        """One turn: a group of what has arrived, what is due, and commands.
+
+        Waits up to ``patience_s`` for a signal. What does not go into the map stays in the inbox, and less of
+        it is tried the next time. False when nothing at all can be written now: wait before the next turn.
+        """
+        signals = self._feed.inbox.take(self._room.signals, patience_s, max_bytes=self._group_bytes)
+        able = self._commit_or_put_back(signals)
+        try:
+            self._keep_house()
+        except MapError as error:
+            self._note_failure(error)
+            able = self._make_room() and able
+        self._carry_out_commands()
+        return able
+
+    def _commit_or_put_back(self, signals: list[tuple[StreamId, Signal]]) -> bool:
+        self._shared.most = self._room.batches if len(signals) == 1 else None
+        try:
+            self._commit_if_due(signals)
+        except PoisonError as error:
+            self._feed.inbox.put_back(signals)
+            self._shared.poison.note(error)
+            self._note_failure(error)
+            return True
+        except MapError as error:
+            self._feed.inbox.put_back(signals)
+            self._note_failure(error)
+            may_pass = not isinstance(error, TooLargeError)
+            if may_pass:
+                self._make_room()
+            return self._room.lacked(len(signals), self._shared.batches, may_pass=may_pass)
+        finally:
+            self._shared.most = None
+        if signals:
+            self._room.had()
+        self.trouble = None
+        return True
+
+    def _make_room(self) -> bool:
+        """Frees entries, whatever the bounds say. False when not even that can be written."""
+        count = step(self._writer.streams.values())
+        while count:
+            try:
+                self._writer.make_room(count)
+            except MapError:
+                count //= SHRINK  # changing less takes less room
+            else:
+                return True
+        return False
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failures += 1
         told = str(error) if isinstance(error, MapError) else "".join(traceback.format_exception(error))
+        self.trouble = str(error)
         self._warn.warning(repr(type(error)), "%s; going on from the last commit", told)
 
     @property
@@ -187,11 +231,20 @@ class Ingest:
     def step(self, signals: list[tuple[StreamId, Signal]]) -> None:
         """Applies one group of signals, and what is due by now, in one commit.
 
-        On an error (MapError: the map is full, or cannot be written) nothing of the group is applied.
+        On an error (MapError: the map is full, or cannot be written) nothing of the group is applied, and the
+        same signals may come again.
         """
+        self._commit_if_due(signals)
+        self._keep_house()
+
+    def _commit_if_due(self, signals: list[tuple[StreamId, Signal]]) -> None:
         now = self._clock()
         if signals or now >= self._beat_at or not self._jobs.empty():
             self._commit(signals, now)
+
+    def _keep_house(self) -> None:
+        """Collects, evicts and syncs as far as it is due. Raises MapError."""
+        now = self._clock()
         for _ in range(1 + self._writer.garbage // COLLECT_SHARE if self._writer.garbage else 0):
             self._writer.collect()
         self._keep_bounds()
@@ -219,6 +272,8 @@ class Ingest:
         try:
             results = self._commit_with(signals, [job for job, _ in jobs], now)
         except Exception as error:
+            for followed in self._followed.values():
+                followed.go_back()
             known = isinstance(error, IndexerError)
             failure = error if known else IndexerError(f"the indexer failed: {error!r}")
             for _, future in jobs:
@@ -228,6 +283,7 @@ class Ingest:
             future.set_result(result)
 
     def _commit_with(self, signals: list[tuple[StreamId, Signal]], jobs: list[Job], now: float) -> list[Any]:
+        self._shared.batches = 0
         with self._writer.group() as group:
             for stream, signal in signals:
                 followed = self._followed.get(stream)
@@ -246,14 +302,11 @@ class Ingest:
         self._purges.clear()
         self.groups += 1
         self._beat_at = now + HEARTBEAT_S
-        self._ask_replays()
-        return results
-
-    def _ask_replays(self) -> None:
         for stream, followed in self._followed.items():
-            if followed.ask is not None:
-                self._feed.ask_replay(stream, followed.ask.ask, followed.ask.start)
-                followed.ask = None
+            ask = followed.committed()
+            if ask is not None:
+                self._feed.ask_replay(stream, ask.ask, ask.start)
+        return results
 
     # what is said of the map from outside
 
@@ -282,7 +335,8 @@ class Ingest:
         with self._writer.group() as group:
             for record in self._registered:
                 followed = self._followed[record.id] = Followed(record, self._shared)
-                followed.load(group)
+                followed.load()
+                followed.note_state(group)
         for record in self._registered:
             self._feed.add(record.id, _source(record.registration))
 

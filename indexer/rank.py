@@ -19,6 +19,9 @@ Warn = Callable[..., None]
 """Called with a subject, a message and its arguments."""
 
 
+Kept = tuple[StreamKey, int, int | None]
+
+
 class Rank:
     """The blocks of one rank. Where its events come from, and in which order, is its port's to know.
 
@@ -29,7 +32,7 @@ class Rank:
         self.key: StreamKey = record.id
         self._writer = writer
         self._warn = warn
-        self._corrections = Corrections(record.generation, -1 if record.sequence is None else record.sequence)
+        self._corrections: Corrections | None = None
         self._strays = 0
         self.cleared: int | None = None
 
@@ -38,24 +41,36 @@ class Rank:
         """The rank's generation as it is now."""
         return self._writer.streams[self.key]
 
-    @property
-    def corrections(self) -> Corrections:
-        """The corrections of the rank's generation."""
-        if self._corrections.generation != self.record.generation:
-            self._corrections = Corrections(self.record.generation)
-        return self._corrections
+    def corrections(self, group: Group) -> Corrections:
+        """The corrections of the rank's generation; those of the map where nothing is known of them."""
+        record, known = self.record, self._corrections
+        if known is None:
+            known = Corrections(record.generation, -1 if record.sequence is None else record.sequence)
+            known.load(group.changes, record)
+        elif known.generation != record.generation:
+            known = Corrections(record.generation)
+        self._corrections = known
+        return known
 
-    def load(self, group: Group) -> None:
-        """Takes up what the map has."""
-        self.corrections.load(group.changes, self.record)
+    def kept(self) -> Kept:
+        """What a batch changes here besides the map, for :meth:`restore`."""
+        return self.key, self._strays, self.cleared
+
+    def restore(self, kept: Kept) -> None:
+        """Goes back to what was :meth:`kept`: the group was not committed."""
+        self.key, self._strays, self.cleared = kept
+
+    def forget_corrections(self) -> None:
+        """They are read from the map again."""
+        self._corrections = None
 
     def expire(self, group: Group) -> None:
         """Ends corrections that are due."""
         record = self.record
-        if (record.denied or record.believed) and self.corrections.expire(
-            group.changes, record, self._writer.now()
-        ):
-            group.touch(record)
+        if record.denied or record.believed:
+            ended = self.corrections(group).expire(group.changes, record, self._writer.now())
+            if ended:
+                group.touch(record)
 
     def note_loss(self, group: Group, at: float) -> None:
         """What it holds may be outdated from ``at`` on, unix seconds."""
@@ -69,7 +84,7 @@ class Rank:
         """Corrects what is known by what the engine answered."""
         record = self.record
         before = (record.corrected, record.wrong)
-        outcome = learn(group.changes, record, self.corrections, answered, self._writer.now())
+        outcome = learn(group.changes, record, self.corrections(group), answered, self._writer.now())
         if before != (record.corrected, record.wrong):
             group.touch(record)
         return outcome
@@ -100,7 +115,7 @@ class Rank:
         """What an answer says of a block from before this batch no longer counts; a stored block is there."""
         stored, removed = group.blocks(record).take_touched()
         if stored or removed:
-            corrections = self.corrections
+            corrections = self.corrections(group)
             corrections.touched.note(stored + removed, sequence)
             corrections.end(group.changes, record, stored)
 

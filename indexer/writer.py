@@ -12,7 +12,7 @@ import msgspec
 
 from indexer.blocks import StreamBlocks
 from indexer.changes import Changes
-from indexer.errors import MapError, MapFullError
+from indexer.errors import MapError, MapFullError, TooLargeError
 from indexer.folder import ANOTHER_FOLDER, as_map_error, lock_to_write, open_to_write, sign
 from indexer.layout import (
     CPU,
@@ -43,6 +43,7 @@ from indexer.registration import Registration
 log = logging.getLogger(__name__)
 
 COLLECT_STEP = 2_000
+MOST_USED = 0.6
 
 
 class Group:
@@ -91,12 +92,14 @@ class MapWriter:
         """
         self.path = path
         self._clock = clock
+        self._unread = False
         with ExitStack() as undo, as_map_error("use", path):
             self._lock, ours = lock_to_write(path)
             undo.callback(self._lock.close)
             self.env, self.tables = open_to_write(path, map_size, ours=ours)
             undo.callback(self.env.close)
             sign(self._lock)
+            self._most_bytes = int(self.env.info()["map_size"] * MOST_USED)
             self._start(boot or boot_id())
             self.streams: dict[StreamKey, StreamRecord] = {}
             self._retired: dict[int, StreamRecord] = {}
@@ -126,7 +129,7 @@ class MapWriter:
 
     def _load(self) -> None:
         """Reads the records of the last commit."""
-        with self.env.begin() as txn:
+        with as_map_error("read", self.path), self.env.begin() as txn:
             rows = [bytes(value) for _, value in txn.cursor(self.tables.streams)]
         try:
             records = [decode_record(row) for row in rows]
@@ -134,6 +137,7 @@ class MapWriter:
             raise MapError(
                 f"a stream in the map in {self.path} cannot be read: {error}; {ANOTHER_FOLDER}"
             ) from error
+        self._unread = False
         self.streams = {record.id: record for record in records if not record.retired}
         self._retired = {record.slot: record for record in records if record.retired}
 
@@ -142,19 +146,39 @@ class MapWriter:
         """One transaction: commits at the end, with a heartbeat.
 
         On an error nothing of it is applied, and ``streams`` are again those of the last commit. Raises
-        MapFullError when the map has no room.
+        MapFullError when the map has no room, TooLargeError when it would have none after it.
         """
+        if self._unread:
+            self._load()
         try:
             with as_map_error("write", self.path), self.env.begin(write=True) as txn:
+                before = used_bytes(txn, self.tables)
                 group = Group(Changes(txn, self.tables))
                 yield group
                 group.changes.flush()
+                self._leave_room(before, used_bytes(txn, self.tables))
                 for record in group.touched:
                     txn.put(slot_key(record.slot), encode_record(record), db=self.tables.streams)
                 txn.put(META_HEARTBEAT, repr(self._clock()).encode(), db=self.tables.meta)
         except BaseException:
-            self._load()
+            self._load_later()
             raise
+
+    def _leave_room(self, before: int, after: int) -> None:
+        """Whatever is changed takes new pages first: in a map that is too full nothing can be evicted."""
+        if after > max(before, self._most_bytes):
+            raise TooLargeError(
+                f"{after} bytes of entries would leave no room to work in the map in {self.path}; "
+                "give a larger --map-size"
+            )
+
+    def _load_later(self) -> None:
+        """Goes back to the records of the last commit; before the next group, if they cannot be read now."""
+        self._unread = True
+        try:
+            self._load()
+        except MapError as error:
+            log.debug("the records of the last commit cannot be read now: %s", error)
 
     def now(self) -> float:
         """Seconds since boot: the clock of the map's heartbeat and of its corrections."""
@@ -288,8 +312,8 @@ class MapWriter:
     # bounds
 
     def used_bytes(self) -> int:
-        """Bytes of the pages that hold entries."""
-        with self.env.begin() as txn:
+        """Bytes of the pages that hold entries. Raises MapError."""
+        with as_map_error("read", self.path), self.env.begin() as txn:
             return used_bytes(txn, self.tables)
 
     def evict(self, count: int, record: StreamRecord | None = None) -> None:
@@ -300,15 +324,31 @@ class MapWriter:
             for key in group.changes.oldest(count, of):
                 group.blocks(records[int.from_bytes(key[:2], "big")]).evict(key)
 
+    def make_room(self, count: int) -> None:
+        """Forgets ``count`` entries of retired slots, or the blocks that came first. Raises MapError.
+
+        Readers that died in the middle of a query are forgotten too: they keep old pages from being reused.
+        """
+        self._forget_dead_readers()
+        if self._retired:
+            self.collect(count)
+        else:
+            self.evict(count)
+
     # the end
 
     def sync(self) -> None:
-        """Writes dirty pages to disk; the map survives the process without it, not the host.
+        """Writes dirty pages to disk: the map survives the process without it, not the host.
 
-        Readers that died in the middle of a query are forgotten: they would keep old pages from being reused.
+        Raises MapError.
         """
-        self.env.sync(True)
-        self.env.reader_check()
+        with as_map_error("write", self.path):
+            self.env.sync(True)
+        self._forget_dead_readers()
+
+    def _forget_dead_readers(self) -> None:
+        with as_map_error("write", self.path):
+            self.env.reader_check()
 
     def close(self) -> None:
         """Closes the map, cleanly if it has room to say so."""

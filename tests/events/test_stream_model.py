@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from events.stream import (
+    Action,
     Apply,
     AskReplay,
     Connected,
@@ -254,13 +255,23 @@ class EngineAndStream(RuleBasedStateMachine):
         self.hear(signal)
 
     def hear(self, signal: Signal) -> None:
-        self.perform(self.stream.on(signal, self.now))
+        before = self.stream.copy()
+        actions = self.stream.on(signal, self.now)
+        assert before.on(signal, self.now) == actions  # nothing of what came after is in the copy
+        self.perform(actions)
+
+    def tick(self) -> list[Action]:
+        due = self.stream.is_due(self.now)
+        state = (self.stream.state, self.stream.reason, self.stream.lost)
+        actions = self.stream.tick(self.now)
+        assert due or (not actions and state == (self.stream.state, self.stream.reason, self.stream.lost))
+        return actions
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.9, 5.0, 11.0, 31.0, 301.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         for _ in range(3):
-            self.perform(self.stream.tick(self.now))
+            self.perform(self.tick())
 
     def indexer_restarts(self) -> None:
         """A new stream takes up what the old one committed."""
@@ -346,7 +357,7 @@ class EngineAndStream(RuleBasedStateMachine):
         while self.now < until:
             self.settle_once()
             self.now += 1.0
-            self.perform(self.stream.tick(self.now))
+            self.perform(self.tick())
         self.send(self.append(PLAIN), "sent")
         self.settle_once()
         assert self.stream.state in SETTLED, (self.stream.state, self.stream.reason)

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from events.stream import Connected
-from indexer.bounds import EVICT_ABOVE, EVICT_BELOW, EVICT_STEP, Bounds, Eviction
+from indexer.bounds import EVICT_ABOVE, EVICT_BELOW, EVICT_SHARE, EVICT_STEP, Bounds, Eviction
 from indexer.errors import SettingsError
-from indexer.ingest import GROUP_SIGNALS
 from indexer.layout import StreamRecord, age_key
 from indexer.registration import Registration
 from indexer.settings import IndexerSettings
@@ -48,7 +46,7 @@ def test_a_stream_over_its_cap_loses_what_is_over_in_steps() -> None:
 
 
 def test_over_the_budget_the_oldest_go_until_well_below() -> None:
-    held = [record("a", 10), record("b", 20)]
+    held = [record("a", 10 * EVICT_STEP), record("b", 20 * EVICT_STEP)]
     eviction = Eviction(Bounds(budget_bytes=1_000))
     between = int(1_000 * (EVICT_ABOVE + EVICT_BELOW) / 2)
     assert eviction.next(between, held) is None
@@ -56,6 +54,11 @@ def test_over_the_budget_the_oldest_go_until_well_below() -> None:
     assert eviction.next(between, held) == (EVICT_STEP, None)
     assert eviction.next(int(1_000 * EVICT_BELOW), held) is None
     assert eviction.next(between, held) is None
+
+
+def test_of_a_small_map_a_share_goes_at_once() -> None:
+    held = [record("a", 10 * EVICT_SHARE), record("b", 20 * EVICT_SHARE)]
+    assert Eviction(Bounds(budget_bytes=1_000)).next(950, held) == (31, None)
 
 
 def test_a_budget_that_leaves_no_room_to_work_is_refused() -> None:
@@ -162,25 +165,4 @@ def test_ix13_the_file_stops_growing_under_churn(make_rig: Any, engine: Any, tmp
 
     after_20 = churn(0, 20)
     assert churn(20, 60) <= after_20 * 1.1
-    rig.check()
-
-
-def test_pe02_a_group_for_which_there_is_no_room_is_followed_by_smaller_ones(
-    make_rig: Any, engine: Any, until: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("indexer.ingest.RECOVERY_PAUSE_S", 0.01)
-    rig = make_rig(tmp_path, map_size=2 << 20)
-    a, hasher = rig.follow("A"), engine()
-    rig.say(a, hasher.stored(PROMPT))
-    frames = [rig.frame(a, hasher.stored(prompt(number, 1_000))) for number in range(1, 30)]
-    rig.ingest.start()
-    try:
-        rig.feed.inbox.put(a, Connected())
-        for stream, frame in frames:
-            rig.feed.inbox.put(stream, frame)
-        until(lambda: rig.ingest.failures)
-        assert rig.ingest._group_signals < GROUP_SIGNALS
-        assert rig.held(PROMPT)["A"] == (28, 28, 28)  # What was committed stays.
-    finally:
-        rig.ingest.stop()
     rig.check()

@@ -75,7 +75,7 @@ def test_corrections_of_two_models_are_kept_apart_and_not_read_again(rig: Any, e
     rig.reader._corrections._slot = lambda txn, record: reads.append(record.slot) or before(txn, record)
     with rig.writer.group() as group:
         for record in rig.writer.streams.values():
-            corrections = rig.ingest._followed[record.id].own.corrections
+            corrections = rig.ingest._followed[record.id].own.corrections(group)
             corrections.deny(group.changes, record, bytes(8), rig.now)
             group.touch(record)
     for _ in range(3):

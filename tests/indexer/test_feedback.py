@@ -363,7 +363,8 @@ def test_a_group_that_fails_corrects_nothing(
             future.result(0)
     rig.ingest._resume_from_commit()
     assert (gpu(rig), rows(rig)) == (28, (0, 0))
-    assert rig.ingest._followed[a].own.corrections.denied == {}
+    with rig.writer.group() as group:
+        assert rig.ingest._followed[a].own.corrections(group).denied == {}
 
 
 def test_a_reader_in_another_environment_sees_corrections_as_they_change(

@@ -193,6 +193,41 @@ def test_generations_are_never_used_twice(make_rig: Any, engine: Any, tmp_path: 
 # all or nothing
 
 
+class Unreadable:
+    """An environment of which nothing can be read or written now."""
+
+    def __init__(self, env: lmdb.Environment) -> None:
+        self._env = env
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("begin", "sync", "reader_check"):
+            raise lmdb.PanicError("made to fail")
+        return getattr(self._env, name)
+
+
+def test_a_map_that_cannot_even_be_read_after_a_failure_is_read_before_the_next_group(
+    rig: Any, engine: Any
+) -> None:
+    a, env = rig.follow("A"), rig.writer.env
+    rig.say(a, engine().stored(PROMPT))
+    try:
+        with pytest.raises(MapError, match="cannot write"), rig.writer.group() as group:  # noqa: PT012
+            record = rig.writer.streams[a]
+            record.sequence = 99
+            group.touch(record)
+            rig.writer.env = Unreadable(env)
+            raise lmdb.DiskError("made to fail")
+        for action in (rig.writer.group().__enter__, rig.writer.used_bytes, rig.writer.sync):
+            with pytest.raises(MapError, match="made to fail"):
+                action()
+    finally:
+        rig.writer.env = env
+    rig.say(a, engine().stored(PROMPT))
+    assert rig.writer.streams[a] == rig.record(a)
+    assert rig.record(a).sequence == 1
+    rig.check()
+
+
 def test_pe02_a_full_map_applies_nothing_of_the_group_and_answers_as_before(
     make_rig: Any, engine: Any, tmp_path: Path, tables_agree: Any
 ) -> None:
