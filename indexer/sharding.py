@@ -45,7 +45,7 @@ def count_shards(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise MapError(f"cannot read {file}: {error.strerror}") from error
+        raise MapError(f"cannot read {file}: {error.strerror}; give another --map folder") from error
     if not told.strip().isdecimal():
         raise MapError(f"{file} says {told[:20]!r}, no number of shards; delete the folder {path}")
     return int(told)

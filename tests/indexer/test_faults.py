@@ -42,10 +42,10 @@ def test_ev04_a_batch_that_cannot_be_applied_is_left_out_and_the_rest_goes_on(
 ) -> None:
     store = StreamBlocks.store
 
-    def fails_on_group_7(self: StreamBlocks, event: Any) -> None:
+    def fails_on_group_7(self: StreamBlocks, event: Any, *rest: Any) -> None:
         if event.group == 7:
             raise TypeError("made to fail")
-        store(self, event)
+        store(self, event, *rest)
 
     monkeypatch.setattr(StreamBlocks, "store", fails_on_group_7)
     monkeypatch.setattr("indexer.followed.POISON_AFTER", 1)

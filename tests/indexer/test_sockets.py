@@ -297,8 +297,8 @@ def test_the_ingest_thread_survives_an_error_and_goes_on_from_the_last_commit(
     caught_up(indexer, "A", 0)
     store, failures = StreamBlocks.store, iter(range(3))
 
-    def fail_three_times(self: StreamBlocks, event: Any) -> None:
-        store(self, event)
+    def fail_three_times(self: StreamBlocks, event: Any, *rest: Any) -> None:
+        store(self, event, *rest)
         if next(failures, None) is not None:
             raise RuntimeError("in the middle of a group")
 
