@@ -7,18 +7,22 @@ import os
 import random
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from events.inbox import Inbox, StreamId
 from events.publisher import Publisher, encode
 from events.schema import BlockStored
+from events.subscriber import Source
 
 BLOCK_SIZE = 16
 MODEL = "bench"
@@ -65,6 +69,31 @@ def free_port() -> int:
         return port
 
 
+def indexer(folder: Path, log: Path, *options: str) -> Measured:
+    """Our indexer, with the map in ``folder``."""
+    port = free_port()
+    command = [sys.executable, "-m", "warmroute", "--log-level", "warning", "indexer", "--map", str(folder)]
+    return Measured([*command, "--listen", f"127.0.0.1:{port}", *options], port, log)
+
+
+class NoFeed:
+    """Stands in for the subscriber: batches are put into the inbox by hand."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+
+    def add(self, stream: StreamId, source: Source) -> None: ...
+
+    def remove(self, stream: StreamId) -> None: ...
+
+    def ask_replay(self, stream: StreamId, ask: int, start: int) -> None: ...
+
+
+def own_rss() -> int:
+    """Resident memory of this process, bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class Measured:
     """A process under measurement, with an HTTP port."""
 
@@ -74,14 +103,20 @@ class Measured:
             self._process = subprocess.Popen(command, stdout=file, stderr=file)
         self.pid = self._process.pid
 
+    @property
+    def _pids(self) -> list[int]:
+        """The process and its children."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return [self.pid, *map(int, children)]
+
     def cpu_s(self) -> float:
-        """User and system time so far, seconds."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+        """User and system time so far, of its children too, seconds."""
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._pids]
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats) / CLOCK_TICKS
 
     def rss(self) -> int:
-        """Resident memory, bytes."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        """Resident memory, of its children too, bytes."""
+        pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self._pids)
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def ask(self, path: str, body: Any = None) -> Any:
@@ -104,7 +139,42 @@ class Measured:
 
     def end(self) -> None:
         self._process.terminate()
-        self._process.wait(timeout=20)
+        self._process.wait(timeout=60)
+
+    def kill(self) -> None:
+        """As ``kill -9``."""
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def publishers(count: int) -> Iterator[list[Publisher]]:
+    """Engines' publishers with replay endpoints, which drop nothing."""
+    opened = [Publisher("tcp://*:0", "tcp://*:0", hwm=0) for _ in range(count)]
+    try:
+        yield opened
+    finally:
+        for publisher in opened:
+            publisher.close()
+
+
+def reachable(endpoint: str | None) -> str:
+    """A bound address, as it can be connected to."""
+    assert endpoint is not None
+    return "tcp://127.0.0.1:" + endpoint.rpartition(":")[2]
+
+
+def register(indexer: Measured, opened: list[Publisher]) -> None:
+    """Has every publisher followed, by its number."""
+    for number, publisher in enumerate(opened):
+        body = {
+            "instance_id": number,
+            "endpoint": reachable(publisher.endpoint),
+            "replay_endpoint": reachable(publisher.replay_endpoint),
+            "model_name": MODEL,
+            "block_size": BLOCK_SIZE,
+        }
+        indexer.ask("/register", body)
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float, pause_s: float = 0.02) -> None:

@@ -15,35 +15,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from events.inbox import Inbox, StreamId
+from events.inbox import StreamId
 from events.publisher import encode
 from events.schema import AllBlocksCleared, BlockStored, Event
 from events.stream import Connected, Frame
-from events.subscriber import Source
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
 from indexer.registration import Registration
 from indexer.writer import MapWriter
-from tests.bench.load import BLOCK_SIZE, MODEL
+from tests.bench.load import BLOCK_SIZE, MODEL, NoFeed
 
 BLOCKS = int(os.environ.get("WARMROUTE_BENCH_BLOCKS", "1_000_000"))
 BATCH_BLOCKS = 256
 CALM_QUERIES = 2_000
 PROMPT_TOKENS = 8_000
 PAUSE_S = 0.002
-
-
-class NoFeed:
-    """Stands in for the subscriber: batches are put into the inbox by hand."""
-
-    def __init__(self) -> None:
-        self.inbox = Inbox()
-
-    def add(self, stream: StreamId, source: Source) -> None: ...
-
-    def remove(self, stream: StreamId) -> None: ...
-
-    def ask_replay(self, stream: StreamId, ask: int, start: int) -> None: ...
 
 
 class Map:
