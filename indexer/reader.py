@@ -20,6 +20,7 @@ from indexer.layout import (
     DISK,
     GPU,
     META_ADDRESS,
+    META_BOOT,
     META_HEARTBEAT,
     NOBODY,
     TIERS,
@@ -27,6 +28,7 @@ from indexer.layout import (
     StreamRecord,
     Tables,
     boot_clock,
+    boot_id,
     decode_holders,
     decode_record,
     name_prefix,
@@ -114,6 +116,7 @@ class MapReader:
         self._tables = tables
         self._trust = trust or Trust()
         self._clock = clock
+        self._boot = boot_id()
         self._owns = owns
         self._file = file
         self._inode = None if file is None else file.stat().st_ino
@@ -181,7 +184,9 @@ class MapReader:
 
     def _heartbeat_age(self, txn: lmdb.Transaction) -> float:
         beat = txn.get(META_HEARTBEAT, db=self._tables.meta)
-        age = float("inf") if beat is None else max(0.0, self._clock() - float(beat))
+        # A beat of another boot, or of another host on a network file system, is of another clock.
+        ours = txn.get(META_BOOT, db=self._tables.meta) == self._boot
+        age = max(0.0, self._clock() - float(beat)) if beat is not None and ours else float("inf")
         if age > HEARTBEAT_LIMIT_S:
             self._check_file()
         return age

@@ -42,7 +42,7 @@ def count_shards(path: Path) -> int | None:
     file = path / COUNT_FILE
     try:
         told = file.read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise MapError(f"cannot read {file}: {error.strerror}; give another --map folder") from error

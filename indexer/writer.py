@@ -122,6 +122,7 @@ class MapWriter:
             if meta.get(META_BOOT) != boot:  # their times are of another clock
                 txn.drop(self.tables.denied, delete=False)
                 txn.drop(self.tables.believed, delete=False)
+                txn.delete(META_HEARTBEAT, db=self.tables.meta)
             txn.put(META_BOOT, boot, db=self.tables.meta)
             txn.put(META_CLEAN, b"0", db=self.tables.meta)
             txn.delete(META_ADDRESS, db=self.tables.meta)

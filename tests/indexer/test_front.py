@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
@@ -199,6 +199,18 @@ def test_a_shard_that_can_never_start_ends_the_indexer_with_its_reason(
     refused = indexer_process(tmp_path, "--shards", "2")
     assert refused.process.wait(20) == 2
     assert "error: shard 1: the map in" in refused._log.read_text()
+
+
+async def test_whatever_can_be_asked_of_one_indexer_can_be_asked_of_the_whole(
+    indexers: Any, tmp_path: Path
+) -> None:
+    divide(tmp_path, 2)
+    front = Front(IndexerSettings(map=str(tmp_path), shards=2), [], None)  # type: ignore[arg-type]
+    assert asked(front.application()) == asked(indexers().application())
+
+
+def asked(app: web.Application) -> set[tuple[str, str]]:
+    return {(route.method, route.resource.canonical) for route in app.router.routes() if route.resource}
 
 
 async def test_what_concerns_a_stream_is_refused_while_its_shard_is_down_and_says_so(

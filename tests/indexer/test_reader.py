@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from events.schema import AllBlocksCleared, token_array
 from indexer.errors import MapError, MapMissingError, MapSchemaError
 from indexer.keys import local_hashes
-from indexer.layout import META_SCHEMA, boot_clock
+from indexer.layout import META_BOOT, META_SCHEMA, boot_clock
 from indexer.reader import MapReader, Trust
+from indexer.writer import MapWriter
 
 PROMPT = list(range(28))
 
@@ -80,6 +82,20 @@ def test_a_map_whose_indexer_is_silent_is_believed_less_and_less(rig: Any, engin
     assert seen == [("live", 1.0, 28), ("partial", 0.286, 28), ("partial", 0.036, 28), ("partial", 0.0, 28)]
     rig.ingest.step([])
     assert rig.reader.query("m", PROMPT)[0].state == "live"
+
+
+def test_pe10_a_heartbeat_of_another_boot_or_host_is_none(make_rig: Any, engine: Any, tmp_path: Path) -> None:
+    """Their clocks say nothing here: the host was up for longer then, and its map was live."""
+    rig = make_rig(tmp_path)
+    rig.say(rig.follow("A"), engine().stored(PROMPT))
+    with rig.writer.env.begin(write=True) as txn:
+        txn.put(META_BOOT, b"another", db=rig.writer.tables.meta)
+    one = rig.reader.query("m", PROMPT)[0]
+    assert (one.state, one.weight, one.gpu) == ("partial", 0.0, 28)
+    rig.close()
+    MapWriter(tmp_path, clock=lambda: 5.0).close()  # nothing was followed yet, so no heart has beaten
+    with closing(MapReader.open(tmp_path)) as reader:
+        assert reader.heartbeat_age() == float("inf")
 
 
 def test_a_heart_beats_also_when_nothing_is_said(rig: Any) -> None:
