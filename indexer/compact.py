@@ -13,10 +13,8 @@ import lmdb
 import msgspec
 
 from indexer.errors import MapBusyError, MapError
-from indexer.folder import DATA_FILE, as_map_error, lock_to_write, open_to_read
+from indexer.folder import DATA_FILE, LMDB_LOCK_FILE, as_map_error, lock_to_write, open_to_read
 from indexer.sharding import whole_map
-
-LMDB_LOCK_FILE = "lock.mdb"
 
 
 class Compacted(msgspec.Struct, frozen=True):

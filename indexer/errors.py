@@ -33,6 +33,10 @@ class MapFullError(MapError):
     """The map has no room for the change; nothing of it was applied."""
 
 
+class DiskFullError(MapError):
+    """The disk of the map has no room; nothing of the change was applied."""
+
+
 class TooLargeError(MapFullError):
     """The change alone would take the room that is needed to work; waiting does not help."""
 

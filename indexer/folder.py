@@ -5,6 +5,7 @@ Three files: LMDB's ``data.mdb`` and ``lock.mdb``, and ``writer.lock``, which th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -16,13 +17,22 @@ from typing import TextIO
 
 import lmdb
 
-from indexer.errors import MapBusyError, MapError, MapFullError, MapMissingError, MapSchemaError
+from indexer.errors import (
+    DiskFullError,
+    MapBusyError,
+    MapError,
+    MapFullError,
+    MapMissingError,
+    MapSchemaError,
+)
 from indexer.layout import MAX_READERS, META_SCHEMA, SCHEMA_VERSION, Tables
 
 log = logging.getLogger(__name__)
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "writer.lock"
+LMDB_LOCK_FILE = "lock.mdb"
+LMDB_LOCK_BYTES = MAX_READERS * 64 + 128  # as LMDB 0.9 makes it: a cache line for each reader, two for itself
 DAMAGED_FILE = "data.mdb.damaged"
 DAMAGE = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.VersionMismatchError)
 ANOTHER_FOLDER = "delete the folder, or give another --map"
@@ -33,10 +43,12 @@ PID_CLASH = (
     "another container with the same process id uses it: share one pid namespace, as compose.yaml does"
 )
 
+ROOM = "make room on its disk, or give another --map"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FIXES = {
     "use": ANOTHER_FOLDER,
     "read": "its files must be readable and writable for this user, as LMDB locks them",
-    "write": "make room on its disk, or give another --map",
+    "write": f"its disk may be full or read-only: {ROOM}",
 }
 
 
@@ -94,9 +106,25 @@ def open_to_write(path: Path, map_size: int, *, ours: bool) -> tuple[lmdb.Enviro
         return _open_whole(path, map_size)
 
 
+def _reserve_lock(path: Path) -> None:
+    """LMDB writes its lock file through memory: a page of it that a full disk has no room for is a SIGBUS.
+
+    Only before LMDB opens it: whoever closes the file gives up the locks that its process has on it.
+    """
+    file = os.open(path / LMDB_LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.posix_fallocate(file, 0, os.fstat(file).st_size or LMDB_LOCK_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # a file system that cannot
+            raise
+    finally:
+        os.close(file)
+
+
 def _open_whole(path: Path, map_size: int) -> tuple[lmdb.Environment, Tables]:
     """No ``writemap``: a full disk would be a SIGBUS. No sync: the map is a cache of what engines hold."""
     with as_map_error("use", path):
+        _reserve_lock(path)
         env = lmdb.open(
             str(path),
             map_size=map_size,
@@ -119,11 +147,11 @@ def open_to_read(path: Path) -> tuple[lmdb.Environment, Tables]:
     """The map for a reader in another process than the indexer's. Raises MapError."""
     if not (path / DATA_FILE).exists():
         raise MapMissingError(f"no map in {path} yet; start `warmroute indexer --map {path}`")
-    try:
-        with as_map_error("read", path):
+    with as_map_error("read", path):
+        try:
             env = _open_shared(path)
-    except FileNotFoundError as error:
-        raise MapMissingError(f"the map in {path} was taken away while it was opened") from error
+        except FileNotFoundError as error:
+            raise MapMissingError(f"the map in {path} was taken away while it was opened") from error
     try:
         with as_map_error("read", path):
             _check_whole(env, path)
@@ -178,8 +206,16 @@ def as_map_error(action: str, path: Path) -> Iterator[None]:
         raise DamagedError(f"{what}; {ANOTHER_FOLDER}") from error
     except lmdb.LockError as error:
         raise MapError(f"cannot {action} the map in {path}: {error}; {PID_CLASH}") from error
+    except lmdb.DiskError as error:
+        raise DiskFullError(
+            f"cannot {action} the map in {path}: its disk is full ({error}); {ROOM}"
+        ) from error
     except lmdb.Error as error:
         raise MapError(f"cannot {action} the map in {path}: {error}; {FIXES[action]}") from error
+    except OSError as error:
+        if error.errno in FULL:
+            raise DiskFullError(f"cannot {action} the map in {path}: {error.strerror}; {ROOM}") from error
+        raise MapError(f"cannot {action} the map in {path}: {error.strerror}; {FIXES[action]}") from error
 
 
 def _check_whole(env: lmdb.Environment, path: Path) -> None:

@@ -72,6 +72,11 @@ class _Streams(Collector):
         yield CounterMetricFamily(
             "warmroute_indexer_failures", "Groups that could not be applied.", value=self._ingest.failures
         )
+        yield GaugeMetricFamily(
+            "warmroute_indexer_write_trouble",
+            "1 while what is to be written does not go into the map.",
+            value=int(self._ingest.trouble is not None),
+        )
         answers = CounterMetricFamily(
             "warmroute_indexer_feedback", "Answers that were told, by what came of them.", labels=["result"]
         )
@@ -104,6 +109,9 @@ class _Streams(Collector):
         queue = GaugeMetricFamily("warmroute_indexer_queued", "Batches not yet applied.", labels=STREAM)
         batches = CounterMetricFamily("warmroute_indexer_batches", "Applied batches.", labels=STREAM)
         evicted = CounterMetricFamily("warmroute_indexer_evicted", "Blocks over a bound.", labels=STREAM)
+        dropped = CounterMetricFamily(
+            "warmroute_indexer_dropped_batches", "Batches that found a full queue.", labels=STREAM
+        )
         skipped = CounterMetricFamily(
             "warmroute_indexer_skipped", "What was left out of the map.", labels=[*STREAM, "reason"]
         )
@@ -120,12 +128,27 @@ class _Streams(Collector):
             if record.event_at is not None:
                 age.add_metric(label, max(0.0, time.time() - record.event_at))
             queue.add_metric(label, self._ingest.held(record.port))
+            if record.rank is None:
+                dropped.add_metric(label, self._subscriber.inbox.overflows[record.port])
             batches.add_metric(label, record.counters.batches)
             evicted.add_metric(label, record.counters.evicted)
             faults = self._subscriber.faults.of(record.id)
             for reason, count in [*record.counters.skipped.items(), *faults.items()]:
                 skipped.add_metric([*label, reason], count)
-        yield from (blocks, holes, state, trust, right, corrections, age, queue, batches, evicted, skipped)
+        yield from (
+            blocks,
+            holes,
+            state,
+            trust,
+            right,
+            corrections,
+            age,
+            queue,
+            batches,
+            evicted,
+            dropped,
+            skipped,
+        )
         yield GaugeMetricFamily(
             "warmroute_indexer_map_used_bytes", "Pages that hold entries.", value=self._reader.used_bytes()
         )

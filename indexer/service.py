@@ -81,12 +81,15 @@ class Indexer:
         return self.reader.heartbeat_age() <= HEALTHY_S
 
     async def _health(self, _: web.Request) -> web.Response:
-        return answer({"status": "ok"}) if self._fed else answer({"status": "ingesting stands still"}, 503)
+        if self._fed:
+            return answer({"status": "ok"})
+        return answer({"status": "ingesting stands still", "trouble": self.ingest.trouble}, 503)
 
     async def _ready(self, _: web.Request) -> web.Response:
         waiting = self.readiness.settling()
         ready = not waiting and self._fed
-        return answer({"ready": ready, "waiting_for": waiting}, 200 if ready else 503)
+        body = {"ready": ready, "waiting_for": waiting, "trouble": self.ingest.trouble}
+        return answer(body, 200 if ready else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         body = generate_latest(self.metrics.registry)

@@ -333,11 +333,14 @@ async def test_ix14_ready_comes_once_every_stream_has_proven_itself(
         body = {"instance_id": "A", "model_name": "m", "endpoint": silent, "replay_endpoint": silent}
         await api.post("/register", body)
         status, answer = await api.call("GET", "/ready")
-        assert (status, answer) == (503, {"ready": False, "waiting_for": ["A rank 0: connecting"]})
+        assert (status, answer) == (
+            503,
+            {"ready": False, "waiting_for": ["A rank 0: connecting"], "trouble": None},
+        )
         assert await api.get("/health") == {"status": "ok"}
         await api.register("A", publishers())
         until(lambda: indexer.reader.streams()[0].state == "live")
-        assert await api.get("/ready") == {"ready": True, "waiting_for": []}
+        assert await api.get("/ready") == {"ready": True, "waiting_for": [], "trouble": None}
         await api.post("/register", body | {"instance_id": "B"})
         assert (await api.get("/ready"))["ready"]  # Who comes later does not make it cold again.
 
@@ -355,7 +358,10 @@ async def test_health_fails_when_nothing_is_ingested_any_more(
 ) -> None:
     assert await api.get("/health") == {"status": "ok"}
     monkeypatch.setattr(api.indexer.reader, "_clock", lambda: float("inf"))
-    assert await api.call("GET", "/health") == (503, {"status": "ingesting stands still"})
+    assert await api.call("GET", "/health") == (
+        503,
+        {"status": "ingesting stands still", "trouble": None},
+    )
     assert (await api.call("GET", "/ready"))[0] == 503
 
 
