@@ -28,6 +28,7 @@ from events.schema import EventError
 from indexer.errors import IndexerError
 from indexer.settings import IndexerSettings
 from router.errors import RouterError
+from router.errors import SettingsError as RouterSettingsError
 from router.settings import RouterSettings
 from simulator.errors import SimulatorError
 from simulator.settings import EngineSettings
@@ -175,11 +176,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     return tables
 
 
-def _run(service: str, name: str, values: dict[str, Any]) -> None:
+def _run(service: str, name: str, values: dict[str, Any], **more: Any) -> None:
     """Runs a service until it is told to stop; what keeps it from starting is one line."""
     module = importlib.import_module(service)
     try:
-        asyncio.run(module.serve(_settings(name, values)))
+        asyncio.run(module.serve(_settings(name, values), **more))
     except ERRORS as error:
         raise StartError(str(error)) from error
 
@@ -332,9 +333,33 @@ def dump(folder: Path) -> None:
 
 @main.command()
 @settings_options(RouterSettings)
-def router(**values: Any) -> None:
-    """Routes OpenAI requests to the replica with the warmest cache."""
-    _run("router.service", "router", values)
+@click.pass_context
+def router(context: click.Context, /, **values: Any) -> None:
+    """Routes OpenAI requests to the replica with the warmest cache.
+
+    Replicas that are added to or taken from the --config file come and go while it runs, also at SIGHUP.
+    """
+    path = context.parent.params.get("config") if context.parent is not None else None
+    _run("router.service", "router", values, reread=lambda: _reread(context, values, path), config=path)
+
+
+def _reread(context: click.Context, values: dict[str, Any], path: Path | None) -> RouterSettings:
+    """The router's settings with what the file says now. Flags and the environment cannot have changed.
+
+    Raises SettingsError.
+    """
+    fields = {field.name: field.default for field in msgspec.structs.fields(RouterSettings)}
+    given = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    try:
+        said = _read_config(path).get("router", {}) if path is not None else {}
+        now = {
+            name: values[name] if context.get_parameter_source(name) in given else said.get(name, default)
+            for name, default in fields.items()
+        }
+        settings: RouterSettings = _settings("router", now)
+    except StartError as error:
+        raise RouterSettingsError(error.format_message()) from error
+    return settings
 
 
 @main.command()

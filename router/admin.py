@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 
 class Admin:
     """The handlers. ``strangers`` gives the replicas of the index that are none of ours, ``draining`` tells
-    whether we are going down.
+    whether we are going down, ``settings_errors`` why new settings or places of replicas are not heeded.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Admin:
         strangers: Callable[[], list[str]],
         rules: Rules,
         draining: Callable[[], bool],
+        settings_errors: Callable[[], list[str]],
     ) -> None:
         self._fleet = fleet
         self._load = load
@@ -44,6 +45,7 @@ class Admin:
         self._strangers = strangers
         self._rules = rules
         self._draining = draining
+        self._settings_errors = settings_errors
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/health", self.health)
@@ -78,6 +80,7 @@ class Admin:
                 "replicas": [self._replica(replica) for replica in self._fleet.replicas.values()],
                 "indexer": self._registrar.indexer() if self._registrar else None,
                 "unknown_in_index": self._strangers(),
+                "settings_errors": self._settings_errors(),
             }
         )
 
@@ -96,6 +99,7 @@ class Admin:
             "name": replica.name,
             "url": replica.url,
             "health": replica.health,
+            "draining": replica.draining,
             "standing": self._fleet.outliers.standing(replica.name),
             "last_error": replica.last_error,
             "process_started": replica.process_started,

@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import aiohttp
@@ -25,7 +25,11 @@ log = logging.getLogger(__name__)
 TIMEOUTS_TO_DOWN = 3
 """Health checks in a row that must time out: a busy engine answers late, a dead one refuses at once."""
 REFRESH_COOL_DOWN_S = 1.0
+DRAIN_POLL_S = 0.1
 DISCOVERY_TIMEOUT_S = 5.0
+
+
+Duty = Callable[[Replica], Coroutine[Any, Any, None]]
 
 
 class _ModelCard(msgspec.Struct):
@@ -96,7 +100,11 @@ def read_event_sources(payload: bytes, host: str) -> tuple[EventSource, ...]:
 
 
 class Fleet:
-    """All replicas, and a task for each that watches it. ``changed`` is called when something was learned."""
+    """All replicas, and a task for each that watches it. ``changed`` is called when something was learned.
+
+    A replica that is taken out of the settings gets no more requests, and is forgotten when those that it has
+    are over: ``in_flight`` tells how many that are, ``forgotten`` is called with its name.
+    """
 
     def __init__(
         self,
@@ -116,11 +124,15 @@ class Fleet:
         self._health_timeout = aiohttp.ClientTimeout(total=health_timeout_s)
         self._refresh_interval_s = refresh_interval_s
         self._clock = clock
-        self._watchers = {name: _Watcher(replica, self) for name, replica in self.replicas.items()}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, _Watcher] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._drains: dict[str, asyncio.Task[None]] = {}
+        self._duties: list[tuple[str, Duty]] = [("watch", self._watch)]
         self._refreshed_at = float("-inf")
         self._throttled = Throttled(log, clock)
         self.changed: Callable[[], None] = lambda: None
+        self.in_flight: Callable[[str], int] = lambda name: 0
+        self.forgotten: Callable[[str], None] = lambda name: None
         self.outliers = Outliers(
             outlier_rules or OutlierRules(),
             lambda: len(self.usable()),
@@ -130,18 +142,82 @@ class Fleet:
         )
         self.ejections: Counter[str] = Counter()
 
+    def each(self, name: str, duty: Duty) -> None:
+        """Has ``duty`` run for each replica, as a task of its own that ends with the replica. Before
+        ``start``.
+        """
+        self._duties.append((name, duty))
+
     def start(self) -> None:
         """Starts watching."""
-        self._tasks = [
-            asyncio.create_task(watcher.run(), name=f"watch {name}")
-            for name, watcher in self._watchers.items()
-        ]
+        for replica in self.replicas.values():
+            self._begin(replica)
 
     async def close(self) -> None:
-        """Ends the watching tasks."""
-        for task in self._tasks:
+        """Ends all tasks."""
+        tasks = [*self._drains.values(), *(task for tasks in self._tasks.values() for task in tasks)]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def update(self, specs: Iterable[ReplicaSpec]) -> None:
+        """Makes the fleet that of ``specs``: new ones are watched, and let in gently once they are known;
+        those with another specification begin anew; those that are gone drain.
+        """
+        wanted = {spec.name: spec for spec in specs}
+        before = self.replicas
+        self.replicas = {name: self._updated(before.get(name), spec) for name, spec in wanted.items()}
+        for name, replica in before.items():
+            if name not in wanted:
+                self.replicas[name] = replica
+                self._drain(replica)
+        self.changed()
+
+    def _updated(self, replica: Replica | None, spec: ReplicaSpec) -> Replica:
+        if (drain := self._drains.pop(spec.name, None)) is not None:
+            drain.cancel()
+        if replica is not None and replica.spec == spec:
+            replica.draining = False
+            return replica
+        self._end(spec.name)
+        log.info("replica %s is %s: %s", spec.name, "new" if replica is None else "another", spec.url)
+        replica = Replica(spec)
+        self.outliers.came_back(spec.name)
+        self._begin(replica)
+        return replica
+
+    def _begin(self, replica: Replica) -> None:
+        self._tasks[replica.name] = [
+            asyncio.create_task(duty(replica), name=f"{what} {replica.name}") for what, duty in self._duties
+        ]
+
+    def _end(self, name: str) -> None:
+        for task in self._tasks.pop(name, ()):
+            task.cancel()
+
+    async def _watch(self, replica: Replica) -> None:
+        watcher = self._watchers[replica.name] = _Watcher(replica, self)
+        await watcher.run()
+
+    def _drain(self, replica: Replica) -> None:
+        if replica.name not in self._drains:
+            replica.draining = True
+            log.info("replica %s is taken out: no new requests, those that it has may finish", replica.name)
+            drain = asyncio.create_task(self._drained(replica), name=f"drain {replica.name}")
+            self._drains[replica.name] = drain
+
+    async def _drained(self, replica: Replica) -> None:
+        # No bell rings when the last request of one replica is over.
+        while self.in_flight(replica.name):  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_S)
+        name = replica.name
+        self._end(name)
+        del self._drains[name], self.replicas[name], self.ejections[name]
+        self._watchers.pop(name, None)
+        self.outliers.forget(name)
+        log.info("replica %s is gone", name)
+        self.forgotten(name)
+        self.changed()
 
     def usable(self) -> list[Replica]:
         """The replicas that requests may be sent to."""
@@ -185,11 +261,14 @@ class Fleet:
 
     def failed(self, name: str, error: str, *, unreachable: bool) -> None:
         """A request to the replica failed. ``unreachable`` takes it out now; else it is checked at once."""
-        replica = self.replicas[name]
+        replica = self.replicas.get(name)
+        if replica is None:
+            return
         replica.last_error = error
         if unreachable:
             self._set_health(replica, Health.DOWN, error)
-        self._watchers[name].wake()
+        if name in self._watchers:
+            self._watchers[name].wake()
 
     async def refresh(self) -> None:
         """Looks at every usable replica's models now, at most once a second."""
@@ -278,6 +357,8 @@ class Fleet:
             self.changed()
 
     def _note_ejection(self, name: str, seconds: float) -> None:
+        if name not in self.replicas:
+            return
         self.ejections[name] += 1
         self._throttled.warning(
             f"{name} ejected",

@@ -100,6 +100,10 @@ class Load:
         self._settle(stream)
         return self._streams.get(stream, IDLE)
 
+    def at(self, replica: str) -> int:
+        """How many requests of ours a replica has."""
+        return sum(load.requests for stream, load in self._streams.items() if stream[0] == replica)
+
     def others(self, stream: StreamId) -> StreamLoad:
         """What others have at one stream, by its last report, in requests and in tokens of the mean request.
 
@@ -121,6 +125,13 @@ class Load:
         )
         waiting = int(share * requests + 0.5)
         return StreamLoad(requests, int(waiting * self._request_tokens), requests - waiting)
+
+    def forget(self, replica: str) -> None:
+        """What was learned of a replica that is none of ours any more. Its requests have to be over."""
+        self._tokens_per_s.pop(replica, None)
+        for book in (self._seen, self._sent):
+            for stream in [stream for stream in book if stream[0] == replica]:
+                del book[stream]
 
     def report(self, stream: StreamId, reported: Reported, in_flight: int) -> None:
         """Takes what an engine says. ``in_flight`` is how many requests of ours were there when it said so:

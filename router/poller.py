@@ -24,7 +24,7 @@ SILENT_PAUSE = 10
 
 
 class Poller:
-    """A task for each replica that reads its ``/metrics`` every ``interval_s`` seconds into the load.
+    """Reads the ``/metrics`` of replicas every ``interval_s`` seconds into the load.
 
     What fails is counted and said; the load then goes on with what it knows.
     """
@@ -45,21 +45,9 @@ class Poller:
         self._interval_s = interval_s
         self._timeout = aiohttp.ClientTimeout(total=min(interval_s, MOST_TIMEOUT_S))
         self._throttled = Throttled(log)
-        self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
-        """Begins to ask, on the running loop."""
-        self._tasks = [
-            asyncio.create_task(self._follow(replica), name=f"poll {replica.name}")
-            for replica in self._fleet.replicas.values()
-        ]
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _follow(self, replica: Replica) -> None:
+    async def follow(self, replica: Replica) -> None:
+        """Asks one replica for ever."""
         while True:
             pause = self._interval_s
             if replica.health is not Health.DOWN and not await self.poll(replica):

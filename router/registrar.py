@@ -24,6 +24,8 @@ class RegistrationClient(Protocol):
 
     async def register(self, registration: Registration) -> None: ...
 
+    async def unregister(self, instance_id: str, model_name: str) -> None: ...
+
     async def workers(self) -> list[dict[str, Any]]: ...
 
 
@@ -168,6 +170,12 @@ class Registrar:
         self._taken = {stream: said for stream, said in self._taken.items() if stream in there}
         wanted = [r for replica in self._fleet.replicas.values() for r in registrations(replica)]
         failures = [await self._register(client, registration) for registration in wanted]
+        gone = {
+            said.instance_id: said.model_name
+            for stream, said in self._taken.items()
+            if stream[0] not in self._fleet.replicas
+        }
+        failures += [await self._unregister(client, str(name), model) for name, model in gone.items()]
         self.last_error = next((failure for failure in failures if failure is not None), None)
 
     async def _register(self, client: RegistrationClient, registration: Registration) -> str | None:
@@ -182,6 +190,18 @@ class Registrar:
             return message
         self._taken[stream] = registration
         log.info("registered %s rank %d at the indexer: %s", stream[0], stream[1], registration.endpoint)
+        return None
+
+    async def _unregister(self, client: RegistrationClient, name: str, model: str) -> str | None:
+        """Has a replica forgotten that is none of ours any more."""
+        try:
+            await client.unregister(name, model)
+        except IndexerClientError as error:
+            message = f"the indexer did not forget {name}: {error}"
+            self._complain(name, message)
+            return message
+        self._taken = {stream: said for stream, said in self._taken.items() if stream[0] != name}
+        log.info("unregistered %s at the indexer", name)
         return None
 
     def _complain(self, subject: str, message: str) -> None:

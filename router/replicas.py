@@ -196,6 +196,7 @@ class Replica:
     def __init__(self, spec: ReplicaSpec) -> None:
         self.spec = spec
         self.health = Health.UNKNOWN
+        self.draining = False
         self.last_error: str | None = None
         self.models: Models | None = Models(spec.model) if spec.model else None
         self.sources: tuple[EventSource, ...] = configured_sources(spec)
@@ -216,7 +217,7 @@ class Replica:
     @property
     def usable(self) -> bool:
         """Whether requests may be sent to it."""
-        return self.health is not Health.DOWN
+        return self.health is not Health.DOWN and not self.draining
 
     def streams(self) -> list[StreamId]:
         """One stream for each rank."""

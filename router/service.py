@@ -23,6 +23,7 @@ from router.admin import Admin
 from router.decider import Decider
 from router.decision import HEADER_PREFIX
 from router.decision_log import DecisionLog
+from router.discovery import Discovery
 from router.errors import ListenError, RefusedError, SettingsError
 from router.fleet import Fleet, model_cards
 from router.header_bytes import pass_header_bytes
@@ -35,6 +36,7 @@ from router.poller import Poller
 from router.refusal import refusal
 from router.registrar import Registrar
 from router.relay import leave_untyped
+from router.reload import Reload, Reread, sources_of
 from router.replicas import parse_replicas
 from router.route import Route
 from router.server import Runner, await_body
@@ -62,8 +64,16 @@ class RouterApp:
         self.metrics = metrics
         self.decisions = DecisionLog(settings.decisions_kept)
         self.draining = False
+        self.discovery: Discovery | None = None
+        self.reload: Reload | None = None
         self.app = web.Application(client_max_size=settings.request_limit_bytes)
         self.app.on_response_prepare.append(leave_untyped)
+
+    def settings_errors(self) -> list[str]:
+        """Why new settings, or the places that replicas come from, are not heeded."""
+        found = list(self.discovery.errors.values()) if self.discovery is not None else []
+        reload = self.reload.error if self.reload is not None else None
+        return found if reload is None else [*found, reload]
 
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the healthy replicas serve, together."""
@@ -90,16 +100,19 @@ async def router_app(
     recorder: Recorder | None = None,
     upstream: Upstream | None = None,
     lookup: Lookup | None = None,
+    reread: Reread | None = None,
+    config: Path | None = None,
 ) -> AsyncIterator[RouterApp]:
     """A running router without a listening socket: its fleet is watched and its replicas are registered.
 
+    ``reread`` makes the settings anew: when it is asked to, and when the file ``config`` has changed.
     ``upstream`` and ``lookup`` take the place of what the settings would make. Raises SettingsError.
     """
     settings.check()
     _check_map(settings.map)
     specs, rules = parse_replicas(settings.replica), settings.rules()
     pass_header_bytes()
-    if not specs:
+    if not specs and not sources_of(settings):
         log.warning(
             "no replica is configured: every request will be answered with 503; give --replica NAME=URL"
         )
@@ -121,6 +134,7 @@ async def router_app(
         )
         router = RouterApp(settings, fleet, load := Load(), metrics := RouterMetrics())
         metrics.watch(fleet, load)
+        fleet.in_flight, fleet.forgotten = load.at, load.forget
         tracing = start_tracing()
         stack.push_async_callback(asyncio.to_thread, tracing.close)
         map_lookup = (
@@ -164,21 +178,44 @@ async def router_app(
             planner.strangers,
             rules,
             lambda: router.draining,
+            router.settings_errors,
         )
         admin.add_routes(router.app)
         router.app.router.add_get("/v1/models", router.models)
         router.app.router.add_route("*", "/v1/{path:.*}", route.handle, expect_handler=await_body)
-        fleet.start()
-        stack.push_async_callback(fleet.close)
         if settings.poll_interval_s:
             poller = Poller(fleet, load, probes, metrics, interval_s=settings.poll_interval_s)
-            poller.start()
-            stack.push_async_callback(poller.close)
+            fleet.each("poll", poller.follow)
+        fleet.start()
+        stack.push_async_callback(fleet.close)
         if registrar is not None:
             fleet.changed = registrar.wake
             registrar.start()
             stack.push_async_callback(registrar.close)
+        await stack.enter_async_context(_discovering(router, reread, config))
         yield router
+
+
+@asynccontextmanager
+async def _discovering(router: RouterApp, reread: Reread | None, config: Path | None) -> AsyncIterator[None]:
+    """Keeps the fleet as the settings, and the places that they name, say. Raises SettingsError for a file of
+    replicas that cannot be used at the start.
+    """
+    settings, fleet, interval_s = router.settings, router.fleet, router.settings.discovery_interval_s
+    specs = parse_replicas(settings.replica)
+    router.discovery = Discovery(fleet.update, interval_s, specs)
+    try:
+        await router.discovery.follow(specs, sources_of(settings))
+        if (missing := router.discovery.errors.get(f"--replicas-file {settings.replicas_file}")) is not None:
+            raise SettingsError(missing)
+        if reread is not None:
+            router.reload = Reload(settings, router.discovery, reread, config, interval_s)
+            router.reload.start()
+        yield
+    finally:
+        if router.reload is not None:
+            await router.reload.close()
+        await router.discovery.close()
 
 
 def _session(settings: RouterSettings, keepalive_s: float) -> aiohttp.ClientSession:
@@ -265,17 +302,30 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def serve(settings: RouterSettings, recorder: Recorder | None = None) -> None:
-    """Runs the router until SIGTERM or SIGINT. Raises RouterError when it cannot start."""
+async def serve(
+    settings: RouterSettings,
+    recorder: Recorder | None = None,
+    *,
+    reread: Reread | None = None,
+    config: Path | None = None,
+) -> None:
+    """Runs the router until SIGTERM or SIGINT. ``reread`` makes the settings anew, at SIGHUP and when
+    ``config`` changes. Raises RouterError when it cannot start.
+    """
     _raise_file_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        async with router_app(settings, recorder=recorder) as router, listening(router):
+        async with (
+            router_app(settings, recorder=recorder, reread=reread, config=config) as router,
+            listening(router),
+        ):
+            if router.reload is not None:
+                loop.add_signal_handler(signal.SIGHUP, router.reload.now)
             await stop.wait()
             log.info("shutting down; open answers get up to %g s", settings.grace_s)
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)

@@ -62,6 +62,23 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "replica (NAME or NAME/RANK)."
         ),
     ] = False
+    replicas_file: Annotated[
+        str | None,
+        Meta(
+            description="File of replicas, one in each line, or replica = [...] in *.toml; read again when "
+            "it changes."
+        ),
+    ] = None
+    dns: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="As --replica, for every address behind the URL's host, asked for again and again; "
+            "may be repeated. Each is called NAME-ADDRESS."
+        ),
+    ] = ()
+    discovery_interval_s: Annotated[
+        float, Meta(gt=0, description="Between two looks at files and DNS names, seconds.")
+    ] = 2.0
     request_limit_bytes: Annotated[int, Meta(ge=1, description="Largest request body, bytes.")] = (
         64 * 1024 * 1024
     )
@@ -188,6 +205,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise SettingsError(str(error)) from error
         self.rules()
         parse_replicas(self.replica)
+        parse_replicas(self.dns)
         if self.indexer is not None:
             checked_url("--indexer", self.indexer)
         if self.max_inflight is not None and self.max_inflight < 1:

@@ -214,7 +214,12 @@ StartRouter = Callable[..., Awaitable[RunningRouter]]
 
 @asynccontextmanager
 async def running_router(
-    *engines: FakeEngine | str, lookup: Any = None, recorder: Any = None, wait: bool = True, **settings: Any
+    *engines: FakeEngine | str,
+    lookup: Any = None,
+    recorder: Any = None,
+    reread: Any = None,
+    wait: bool = True,
+    **settings: Any,
 ) -> AsyncIterator[RunningRouter]:
     lines = tuple(
         f"e{number}={engine.url}" if isinstance(engine, FakeEngine) else engine
@@ -228,7 +233,9 @@ async def running_router(
         "seed": 1,
     }
     async with (
-        router_app(RouterSettings(**(values | settings)), lookup=lookup, recorder=recorder) as parts,
+        router_app(
+            RouterSettings(**(values | settings)), lookup=lookup, recorder=recorder, reread=reread
+        ) as parts,
         listening(parts) as url,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False) as client,
     ):

@@ -19,6 +19,7 @@ class Indexer:
     def __init__(self) -> None:
         self.streams: dict[tuple[str, int], Registration] = {}
         self.calls = 0
+        self.unregistered: list[tuple[str, str]] = []
         self.reachable = True
         self.refuses: str | None = None
         self.more: list[dict[str, Any]] = []
@@ -28,6 +29,12 @@ class Indexer:
         if registration.instance_id == self.refuses:
             raise IndexerAnswerError("400 no", 400)
         self.streams[str(registration.instance_id), registration.dp_rank] = registration
+
+    async def unregister(self, instance_id: str, model_name: str) -> None:
+        if instance_id == self.refuses:
+            raise IndexerAnswerError("400 no", 400)
+        self.unregistered.append((instance_id, model_name))
+        self.streams = {stream: said for stream, said in self.streams.items() if stream[0] != instance_id}
 
     async def workers(self) -> list[dict[str, Any]]:
         if not self.reachable:
@@ -186,3 +193,24 @@ async def test_ev06_ranks_that_only_events_name_are_the_replicas_while_the_index
         indexer.more = []
         await registrar.reconcile()
         assert fleet.streams() == {("a", 0), ("b", 0), ("b", 1), ("c", 0)}
+
+
+async def test_op01_a_replica_that_is_gone_is_unregistered_once_and_only_by_who_registered_it() -> None:
+    async with aiohttp.ClientSession() as session:
+        indexer = Indexer()
+        indexer.streams["foreign", 0] = Registration(
+            instance_id="foreign", endpoint="tcp://h:1", model_name="m"
+        )
+        fleet = fleet_of(session, *LINES, "c=http://h:3,events=tcp://h:9")
+        registrar = registrar_of(fleet, indexer)
+        await registrar.reconcile()
+        del fleet.replicas["a"]
+        indexer.refuses = "a"
+        await registrar.reconcile()
+        assert registrar.last_error is not None
+        indexer.refuses = None
+        for _ in range(3):
+            await registrar.reconcile()
+    assert indexer.unregistered == [("a", "m")]
+    assert set(indexer.streams) == {("foreign", 0), ("c", 0)}
+    assert registrar.last_error is None

@@ -1,0 +1,196 @@
+"""Where replicas are found: in the settings, in a watched file, behind a DNS name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import tomllib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from yarl import URL
+
+from events.logs import Throttled
+from router.errors import SettingsError
+from router.replicas import ReplicaSpec, parse_replica, parse_replicas
+from router.watched import WatchedFile
+
+log = logging.getLogger(__name__)
+
+Resolve = Callable[[str], Awaitable[Sequence[str]]]
+"""A host name's addresses. Raises OSError."""
+
+
+class Source(Protocol):
+    """A place that says which replicas there are."""
+
+    name: str
+
+    async def read(self) -> tuple[ReplicaSpec, ...]:
+        """The replicas now. Raises SettingsError for what makes no sense, OSError for what cannot be had."""
+        ...
+
+
+class FileSource:
+    """A file with a replica in each line, or with ``replica = [...]`` if it is named ``*.toml``. Empty lines,
+    and those that begin with ``#``, say nothing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = f"--replicas-file {path}"
+        self._path = path
+        self._watched = WatchedFile(path)
+        self._last: tuple[ReplicaSpec, ...] | None = None
+
+    async def read(self) -> tuple[ReplicaSpec, ...]:
+        if self._last is not None and not self._watched.changed():
+            return self._last
+        try:
+            # A small local file: reading it takes less than having a thread do it.
+            lines = self._lines(self._path.read_text())
+            if not lines:
+                raise SettingsError("it names no replica")
+            self._last = tuple(parse_replicas(lines))
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        return self._last
+
+    def _lines(self, text: str) -> list[str]:
+        if self._path.suffix != ".toml":
+            lines = (line.strip() for line in text.splitlines())
+            return [line for line in lines if line and not line.startswith("#")]
+        lines_of = msgspec.convert(tomllib.loads(text), _ReplicasTable)
+        return lines_of.replica
+
+
+class _ReplicasTable(msgspec.Struct, forbid_unknown_fields=True):
+    replica: list[str] = []
+
+
+class DNSSource:
+    """Every address behind a name is a replica, called NAME-ADDRESS.
+
+    ``line`` is as for a single replica, with the name as the URL's host; where ``events`` and ``replay`` have
+    that host, they get the address too.
+    """
+
+    def __init__(self, line: str, resolve: Resolve) -> None:
+        self._spec = parse_replica(line)
+        self._resolve = resolve
+        self.name = f"--dns {self._spec.name}"
+
+    async def read(self) -> tuple[ReplicaSpec, ...]:
+        addresses = await self._resolve(self._spec.host)
+        return tuple(self._at(address) for address in sorted(set(addresses)))
+
+    def _at(self, address: str) -> ReplicaSpec:
+        spec = self._spec
+        named = f"[{address}]" if ":" in address else address
+
+        def placed(endpoint: str | None) -> str | None:
+            return endpoint and endpoint.replace(f"://{spec.host}:", f"://{named}:")
+
+        return msgspec.structs.replace(
+            spec,
+            name=f"{spec.name}-{address}",
+            url=str(URL(spec.url).with_host(address)).rstrip("/"),
+            events=placed(spec.events),
+            replay=placed(spec.replay),
+        )
+
+
+async def addresses_of(host: str) -> list[str]:
+    """The system's resolver. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in found]
+
+
+class Discovery:
+    """Keeps a fleet as its sources say. One that fails counts as it was when it last made sense.
+
+    ``update`` takes all replicas, whenever they are others than before, at first others than ``known``.
+    """
+
+    def __init__(
+        self,
+        update: Callable[[Sequence[ReplicaSpec]], None],
+        interval_s: float,
+        known: Sequence[ReplicaSpec] = (),
+    ) -> None:
+        self._update = update
+        self._interval_s = interval_s
+        self._static: tuple[ReplicaSpec, ...] = ()
+        self._sources: tuple[Source, ...] = ()
+        self._found: dict[str, tuple[ReplicaSpec, ...]] = {}
+        self._known = list(known)
+        self._throttled = Throttled(log)
+        self._task: asyncio.Task[None] | None = None
+        self.errors: dict[str, str] = {}
+
+    async def follow(self, static: Sequence[ReplicaSpec], sources: Iterable[Source]) -> None:
+        """Goes by these replicas and sources from now on; returns when each source was read once."""
+        self._static, self._sources = tuple(static), tuple(sources)
+        names = {source.name for source in self._sources}
+        self._found = {name: specs for name, specs in self._found.items() if name in names}
+        self.errors = {}
+        await self.look()
+        if self._task is None and self._sources:
+            self._task = asyncio.create_task(self._run(), name="discovery")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                await self.look()
+            except Exception as error:
+                # The fleet stays as it is, and the next look may go well.
+                self._complain("discovery", f"discovery failed: {error or type(error).__name__}")
+
+    async def look(self) -> None:
+        """Reads every source, and tells the fleet of what is new."""
+        sources = self._sources
+        await asyncio.gather(*(self._read(source) for source in sources))
+        if sources is self._sources:
+            self._tell()
+
+    async def _read(self, source: Source) -> None:
+        try:
+            found = await source.read()
+        except (SettingsError, OSError) as error:
+            kept = len(self._found.get(source.name, ()))
+            why = error if isinstance(error, SettingsError) or error.strerror is None else error.strerror
+            self._complain(source.name, f"{source.name}: {why}; its {kept} replicas stay as they are")
+            return
+        self._found[source.name] = found
+        self.errors.pop(source.name, None)
+
+    def _tell(self) -> None:
+        specs = [
+            *self._static,
+            *(spec for source in self._sources for spec in self._found.get(source.name, ())),
+        ]
+        names = [spec.name for spec in specs]
+        unique: dict[str, ReplicaSpec] = {}
+        for spec in specs:
+            unique.setdefault(spec.name, spec)
+        if len(unique) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            self._complain("names", f"replicas of one name: {', '.join(twice)}; the first one counts")
+            specs = list(unique.values())
+        else:
+            self.errors.pop("names", None)
+        if specs != self._known:
+            self._known = specs
+            self._update(specs)
+
+    def _complain(self, subject: str, message: str) -> None:
+        self.errors[subject] = message
+        self._throttled.warning(subject, "%s", message)

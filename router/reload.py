@@ -1,0 +1,104 @@
+"""Settings that change while the router runs: which replicas there are. A bad new file changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from router.discovery import Discovery, DNSSource, FileSource, Source, addresses_of
+from router.errors import SettingsError
+from router.replicas import parse_replicas
+from router.settings import RouterSettings
+from router.watched import WatchedFile
+
+log = logging.getLogger(__name__)
+
+LIVE = ("replica", "replicas_file", "dns")
+"""The settings that are taken over at once; the others need a restart."""
+
+Reread = Callable[[], RouterSettings]
+"""Makes the settings anew. Raises SettingsError."""
+
+
+def sources_of(settings: RouterSettings) -> list[Source]:
+    """The places beside the settings themselves that say which replicas there are."""
+    sources: list[Source] = [DNSSource(line, addresses_of) for line in settings.dns]
+    if settings.replicas_file is not None:
+        sources.append(FileSource(Path(settings.replicas_file)))
+    return sources
+
+
+class Reload:
+    """Takes over new settings when it is told to, and when the file that they came from has changed.
+
+    ``good`` and ``bad`` count; ``error`` is why the last new settings were not taken.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        discovery: Discovery,
+        reread: Reread,
+        file: Path | None,
+        interval_s: float,
+    ) -> None:
+        self._settings = settings
+        self._discovery = discovery
+        self._reread = reread
+        self._file = None if file is None else WatchedFile(file)
+        self._interval_s = interval_s
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.good = self.bad = 0
+        self.error: str | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="reload")
+
+    def now(self) -> None:
+        """Asks for a reload. Safe in a signal handler of the loop."""
+        self._wanted.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._interval_s):
+                    await self._wanted.wait()
+            except TimeoutError:
+                if self._file is None or not self._file.changed():
+                    continue
+            self._wanted.clear()
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Reads the settings anew and takes them over, or says why not."""
+        try:
+            new = self._reread()
+            new.check()
+            if not (new.replica or sources_of(new)):
+                raise SettingsError("they name no replica")
+            await self._discovery.follow(parse_replicas(new.replica), sources_of(new))
+        except Exception as error:
+            # Whatever is wrong with the new settings, the old ones are good.
+            self.bad += 1
+            kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
+            self.error = f"{kind}{error}"
+            log.error("the new settings are not taken, the old ones stay: %s", self.error)
+            return
+        self.good += 1
+        self.error = None
+        others = [
+            f"--{name.replace('_', '-')}"
+            for name in new.__struct_fields__
+            if name not in LIVE and getattr(new, name) != getattr(self._settings, name)
+        ]
+        if others:
+            log.warning("new settings that need a restart to count: %s", ", ".join(others))
+        log.info("new settings are taken: %d replicas in them", len(new.replica))
