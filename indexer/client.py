@@ -18,6 +18,13 @@ class _Answer(msgspec.Struct):
     streams: list[Matched]
 
 
+class _Refusal(msgspec.Struct):
+    error: str
+
+
+_NO_SUCH_PATH = "Not Found: "
+
+
 class IndexerClient:
     """One indexer, by its URL. Every method raises IndexerUnreachableError or IndexerAnswerError."""
 
@@ -58,7 +65,7 @@ class IndexerClient:
         try:
             body = await self._call("POST", "/query", query)
         except IndexerAnswerError as error:
-            if error.status == 404:
+            if error.unknown:
                 return []
             raise
         answer: _Answer = self._decode(body, _Answer)
@@ -116,5 +123,17 @@ class IndexerClient:
             raise IndexerUnreachableError(f"no answer from the indexer at {self.url}: {why}") from error
         if response.status >= 400:
             text = answer[:200].decode("utf-8", "replace")
-            raise IndexerAnswerError(f"{method} {self.url}{path}: {response.status} {text}", response.status)
+            raise IndexerAnswerError(
+                f"{method} {self.url}{path}: {response.status} {text}",
+                response.status,
+                unknown=response.status == 404 and _names_something(answer),
+            )
         return answer
+
+
+def _names_something(answer: bytes) -> bool:
+    """Whether a 404 is an indexer's word on what was asked for, and not a server's without such a path."""
+    try:
+        return not msgspec.json.decode(answer, type=_Refusal).error.startswith(_NO_SUCH_PATH)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False

@@ -62,8 +62,12 @@ class IndexerUnreachableError(IndexerClientError):
 
 
 class IndexerAnswerError(IndexerClientError):
-    """An answer that is an error, or that makes no sense; ``status`` is its HTTP status."""
+    """An answer that is an error, or that makes no sense; ``status`` is its HTTP status.
 
-    def __init__(self, message: str, status: int) -> None:
+    ``unknown``: the indexer does not know the model or the instance that was asked for.
+    """
+
+    def __init__(self, message: str, status: int, *, unknown: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.unknown = unknown

@@ -100,20 +100,31 @@ class MapWriter:
             undo.callback(self.env.close)
             sign(self._lock)
             self._most_bytes = int(self.env.info()["map_size"] * MOST_USED)
-            self._start(boot or boot_id())
+            registered = self._start(boot or boot_id())
             self.streams: dict[StreamKey, StreamRecord] = {}
             self._retired: dict[int, StreamRecord] = {}
             self._load()
+            if registered:
+                with self.group() as group:
+                    for registration in registered:
+                        self.open_stream(group, registration)
             undo.pop_all()
 
-    def _start(self, boot: bytes) -> None:
-        """Takes the map over; one that an unclean end of another boot left behind is emptied in place."""
+    def _start(self, boot: bytes) -> list[Registration]:
+        """Takes the map over; one that an unclean end of another boot left behind is emptied in place.
+
+        Gives the registrations of what was emptied: they are no belief about engines, and nobody may be there
+        to register again.
+        """
+        registered: list[Registration] = []
         with self.env.begin() as txn:
             meta = {bytes(key): bytes(value) for key, value in txn.cursor(self.tables.meta)}
         if meta and meta.get(META_CLEAN) != b"1" and meta.get(META_BOOT) != boot:
             log.warning(
-                "the map in %s was not closed before this host's last boot: starting empty", self.path
+                "the map in %s was not closed before this host's last boot: starting without its blocks",
+                self.path,
             )
+            registered = self._registrations()
             with self.env.begin(write=True) as txn:
                 for table in self.tables.every:
                     txn.drop(table, delete=False)
@@ -127,6 +138,17 @@ class MapWriter:
             txn.put(META_CLEAN, b"0", db=self.tables.meta)
             txn.delete(META_ADDRESS, db=self.tables.meta)
         self.env.sync(True)
+        return registered
+
+    def _registrations(self) -> list[Registration]:
+        """What was registered, as far as it can be read: the disk need not have had all of the map."""
+        try:
+            with self.env.begin() as txn:
+                records = [decode_record(bytes(value)) for _, value in txn.cursor(self.tables.streams)]
+        except (msgspec.MsgspecError, lmdb.Error) as error:
+            log.warning("its registrations cannot be read: %s; register again", error)
+            return []
+        return [each.registration for each in records if not each.retired and each.rank is None]
 
     def _load(self) -> None:
         """Reads the records of the last commit."""

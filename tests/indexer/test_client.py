@@ -68,6 +68,30 @@ async def test_a_model_that_nobody_serves_matches_nothing(
         assert await IndexerClient(str(server.make_url("/")), session).query("m", PROMPT) == []
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"text": "404: Not Found"},
+        {"text": "<html>", "content_type": "text/html"},
+        {"text": '{"error": "Not Found: POST /query"}'},
+        {"text": '{"error": {"message": "Not Found", "code": 404}}'},
+        {"text": '{"detail": "Not Found"}'},
+        {"body": b"\xff"},
+    ],
+)
+async def test_a_404_of_a_server_that_is_no_indexer_is_an_error_and_no_unknown_model(
+    session: aiohttp.ClientSession, answer: dict[str, Any]
+) -> None:
+    async def not_found(_: web.Request) -> web.Response:
+        return web.Response(status=404, **answer)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", not_found)
+    async with TestServer(app) as server:
+        with pytest.raises(IndexerAnswerError, match="404"):
+            await IndexerClient(str(server.make_url("/")), session).query("m", PROMPT)
+
+
 async def test_errors_carry_the_status_and_what_the_indexer_said(
     indexers: Any, session: aiohttp.ClientSession
 ) -> None:

@@ -132,12 +132,18 @@ def test_a_map_of_another_boot_that_was_not_closed_is_emptied_in_place(
 ) -> None:
     rig = make_rig(tmp_path)
     rig.say(rig.follow("A"), engine().stored(PROMPT), engine(2).stored(PROMPT[4:], 1))
+    rig.say(rig.follow("B"), engine().stored(PROMPT))
+    rig.ingest.forget("B", "m")
+    registration = rig.record(("A", 0)).registration
     file = (tmp_path / "data.mdb").stat().st_ino
     rig.abandon()
     writer = MapWriter(tmp_path, boot=b"another boot")
-    assert writer.streams == {}
+    assert [each.registration for each in writer.streams.values()] == [registration]
+    assert [(each.sequence, each.blocks, each.state) for each in writer.streams.values()] == [
+        (None, 0, "connecting")
+    ]
     with writer.env.begin() as txn:
-        for table in (*writer.tables.by_slot, writer.tables.blocks, writer.tables.streams):
+        for table in (*writer.tables.by_slot, writer.tables.blocks):
             assert txn.stat(table)["entries"] == 0
     assert (tmp_path / "data.mdb").stat().st_ino == file
     writer.close()
@@ -163,9 +169,16 @@ def test_a_map_that_was_closed_once_is_not_clean_while_it_is_open(tmp_path: Path
         writer.open_stream(group, registered("A"))
     writer.env.close()
     writer._lock.close()
-    writer = MapWriter(tmp_path, boot=b"two")
-    assert writer.streams == {}
+    used = writer_slots(tmp_path, b"two")
+    assert used == {("A", 0): (None, 0)}
+
+
+def writer_slots(folder: Path, boot: bytes) -> dict[tuple[str, int], tuple[int | None, int]]:
+    """Sequence and blocks of the streams that a writer begins with."""
+    writer = MapWriter(folder, boot=boot)
+    found = {record.id: (record.sequence, record.blocks) for record in writer.streams.values()}
     writer.close()
+    return found
 
 
 def test_the_last_address_is_forgotten_until_the_indexer_listens_again(make_rig: Any, tmp_path: Path) -> None:
