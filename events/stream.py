@@ -85,7 +85,8 @@ Action = Apply | AskReplay | Reset
 class Limits(msgspec.Struct, frozen=True):
     """Bounds of a stream: times in seconds, held live frames in number and bytes.
 
-    ``replay_holes``: how often a replay that has holes, or breaks off, is asked again.
+    ``replay_holes``: how often a replay that has holes, or breaks off, is asked again. ``away``: how long
+    what is known is kept without a connection.
     """
 
     replay_silence: float = 5.0
@@ -95,6 +96,7 @@ class Limits(msgspec.Struct, frozen=True):
     held_frames: int = 10_000
     held_bytes: int = 64 << 20
     replay_holes: int = 3
+    away: float = 1800.0
 
 
 DEFAULT_LIMITS = Limits()
@@ -159,6 +161,7 @@ class Stream:
         self._holes = 0
         self._broken_off = 0
         self._verify_by: float | None = None
+        self._away_since: float | None = None
         self._live: tuple[int, bytes] | None = None
         self._held: deque[Frame] = deque()
         self._held_bytes = 0
@@ -210,6 +213,8 @@ class Stream:
 
     def tick(self, now: float) -> list[Action]:
         """What follows from time alone."""
+        if self.connected_at is None and self.last is not None:
+            return self._stay_away(self.last, now)
         if self._ask is not None and now >= self._ask.deadline:
             return self._on_silence(now)
         if self._retry_at is not None and now >= self._retry_at and self._ask is None:
@@ -291,7 +296,20 @@ class Stream:
 
     # connection
 
+    def _stay_away(self, last: int, now: float) -> list[Action]:
+        """Without a connection nothing can be proven; in the end nothing is worth its room."""
+        if self._away_since is None:
+            self._away_since = now
+        if now - self._away_since < self._limits.away:
+            return []
+        self.last = self.digest = self.started_at = None
+        self.lost = False
+        self.state = "offline"
+        self.reason = f"not connected for {self._limits.away:.0f} s: sequence {last} could not be proven"
+        return [Reset(self.reason)]
+
     def _on_connected(self, now: float) -> list[Action]:
+        self._away_since = None
         self.connected_at = self._start_counts_from = now
         self._same_process = self._awaits_start = self._starts_contradict = False
         self._live = None

@@ -454,6 +454,40 @@ def test_a_first_replay_that_is_silent_is_asked_again_and_makes_the_stream_live(
     assert not wire.stream.lost
 
 
+# away
+
+
+def test_pe01_what_could_not_be_proven_by_a_deadline_is_forgotten() -> None:
+    wire = Wire(last=5, digest=digest_of(b"5"))
+    assert wire.waits(0.0) == []
+    assert wire.waits(LIMITS.away - 1) == []
+    assert wire.state == "unverified"
+    (reset,) = wire.waits(1.0)
+    assert isinstance(reset, Reset)
+    assert wire.state == "offline"
+    assert wire.waits(10 * LIMITS.away) == [], "once"
+    assert wire.hears(Connected()) == [AskReplay(1, 0)]
+    wire.replay(0, 1)
+    assert wire.state == "live"
+
+
+def test_pe01_time_away_counts_from_the_loss_and_a_connection_ends_it() -> None:
+    wire = live_at(3)
+    wire.waits(10 * LIMITS.away)
+    assert wire.resets == []
+    for _ in range(3):
+        wire.hears(Disconnected())
+        wire.waits(0.0)
+        assert wire.waits(LIMITS.away - 1) == []
+        wire.hears(Connected())
+        wire.replay(3)
+        assert wire.state == "live"
+    wire.hears(Disconnected())
+    wire.waits(0.0)
+    assert len(wire.waits(LIMITS.away)) == 1
+    assert wire.stream.last is None
+
+
 # held frames, overflow
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from events.publisher import encode
-from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded
+from events.stream import DEFAULT_LIMITS, Connected, Disconnected, Frame, Replayed, ReplayEnded
 from indexer.errors import MapFullError, UnknownInstanceError
 from indexer.followed import Followed
 from indexer.registration import Registration
@@ -166,6 +166,27 @@ def test_a_restarted_indexer_credits_nothing_before_it_is_proven(
     assert matched(rig) == ("live", 1.0, 28)
     assert rig.record(a).counters.batches == 2  # Nothing was applied twice.
     rig.close()
+
+
+def test_pe01_a_persisted_stream_that_is_never_connected_loses_its_slot_in_the_end(
+    rig: Any, engine: Any
+) -> None:
+    a = rig.follow("A", block_size=4)
+    rig.say(a, engine().stored(PROMPT))
+    rig.ingest._follow_all()
+    rig.now += 1
+    rig.ingest.step([])
+    assert matched(rig) == ("unverified", 0.0, 28)
+    slot = rig.record(a).slot
+    rig.now += DEFAULT_LIMITS.away - 1
+    rig.ingest.step([])
+    assert rig.record(a).blocks == 7
+    rig.now += 1
+    rig.ingest.step([])
+    assert (rig.record(a).blocks, rig.record(a).slot != slot) == (0, True)
+    rig.collect()
+    assert rig.reader.used_bytes() < 10 * 4096
+    rig.check()
 
 
 @pytest.mark.parametrize("again", ["another batch", "nothing", "later ones"])

@@ -99,6 +99,31 @@ def test_an_engine_without_replay_is_partial_until_it_clears(
     assert held(indexer) == {"A": 28}
 
 
+def test_ev05_each_rank_has_its_port_and_only_the_one_that_restarts_is_cleared(
+    indexers: Any, publishers: Any, engine: Any, caught_up: Any, until: Any
+) -> None:
+    indexer, ranks = indexers(), [publishers(rank=rank) for rank in range(4)]
+    for rank, publisher in enumerate(ranks):
+        register(indexer, "A", publisher, dp_rank=rank)
+    caught_up(indexer, "A", None)
+    ranks[0].publish([engine(0).stored(PROMPT)], 1.0)
+    caught_up(indexer, "A", 0)
+    spoke = [record(indexer, "A", rank).event_at is not None for rank in range(4)]
+    assert spoke == [True, False, False, False], "status tells which ranks never spoke"
+    ranks[2].publish([engine(2).stored(PROMPT)], 1.0)
+
+    def matched() -> list[int]:
+        found = {one.rank: one.gpu for one in indexer.reader.query("m", PROMPT)}
+        return [found[rank] for rank in range(4)]
+
+    until(lambda: matched() == [28, 0, 28, 0])
+    ranks[2].close()
+    again = publishers(wildcard(ranks[2].endpoint), ranks[2].replay_endpoint, rank=2)
+    again.publish([engine(7).stored(PROMPT, 0, 2)], 2.0)
+    until(lambda: matched() == [28, 0, 8, 0])
+    assert [record(indexer, "A", rank).counters.batches for rank in range(4)] == [1, 0, 2, 0]
+
+
 def test_ev12_an_engine_that_restarts_in_place_loses_what_it_had(
     indexers: Any, publishers: Any, engine: Any, caught_up: Any, until: Any
 ) -> None:
