@@ -143,12 +143,16 @@ class _Replay:
 class Subscriber:
     """Follows any number of streams; signals come out of :attr:`inbox`.
 
-    ``tap`` sees each live message of a stream untouched, on the subscriber's thread.
+    ``tap`` sees each live message of a stream untouched, on the subscriber's thread. A message with a part
+    above ``max_message_bytes`` costs its connection before it is taken in.
     """
 
-    def __init__(self, inbox: Inbox | None = None, tap: Tap | None = None) -> None:
+    def __init__(
+        self, inbox: Inbox | None = None, tap: Tap | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
         self.inbox = inbox or Inbox()
         self._tap = tap
+        self._max_message_bytes = max_message_bytes
         self.faults = Faults()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
@@ -307,7 +311,7 @@ class Subscriber:
         socket.setsockopt(zmq.RCVHWM, high_water)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)

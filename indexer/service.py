@@ -38,7 +38,7 @@ class Indexer:
         """Opens the map. Raises MapError."""
         self.writer = MapWriter(Path(settings.map), map_size=settings.map_size)
         self.reader = MapReader(self.writer.env, self.writer.tables)
-        self.subscriber = Subscriber()
+        self.subscriber = Subscriber(max_message_bytes=settings.max_message_bytes)
         bounds = Bounds(settings.budget_bytes, settings.max_blocks)
         self.ingest = Ingest(
             self.writer, self.subscriber, bounds=bounds, partial_ttl_s=settings.partial_ttl_s

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from events.address import AddressError, host_and_port
+from events.subscriber import MAX_MESSAGE_BYTES
 from indexer.errors import SettingsError
 from indexer.layout import DEFAULT_MAP_SIZE, PARTIAL_TTL_S
 
@@ -50,6 +51,13 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Blocks of one rank of a replica above which its oldest go."),
     ] = 4_000_000
+    max_message_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 10,
+            description="Largest batch that is taken, bytes; a larger one is lost, and costs its connection.",
+        ),
+    ] = MAX_MESSAGE_BYTES
     partial_ttl_s: Annotated[
         float,
         Meta(
