@@ -205,6 +205,8 @@ class Stream:
 
     def is_due(self, now: float) -> bool:
         """Whether anything follows from time alone."""
+        if self.connected_at is None and self.last is not None:
+            return self._away_since is None or now - self._away_since >= self._limits.away
         if self._ask is not None and now >= self._ask.deadline:
             return True
         if self._retry_at is not None and now >= self._retry_at and self._ask is None:
