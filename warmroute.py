@@ -243,7 +243,9 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
     _warn_of_misspelt_variables()
     if config is not None:
         tables = _read_config(config)
-        context.default_map = {**tables, "record": tables.get("router", {})}
+        routing = tables.get("router", {})
+        doctor_map = {name: routing[name] for name in ("replica", "indexer") if name in routing}
+        context.default_map = {**tables, "record": routing, "doctor": doctor_map}
 
 
 @main.group(invoke_without_command=True, subcommand_metavar="[COMMAND DIR]")
@@ -367,6 +369,65 @@ def _reread(context: click.Context, values: dict[str, Any], path: Path | None) -
 def engine(**values: Any) -> None:
     """Simulates a vLLM replica without a GPU: its cache, its events, its HTTP API."""
     _run("simulator.engine", "engine", values)
+
+
+@main.command()
+@click.option(
+    "--replica", multiple=True, metavar="LINE", help="A replica, as for `warmroute router`; may be repeated."
+)
+@click.option("--indexer", metavar="URL", help="The indexer: what it says of the replicas is looked at too.")
+@click.option(
+    "--wait-s",
+    type=click.FloatRange(min=0.0),
+    default=5.0,
+    show_default=True,
+    help="How long to listen, seconds.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def doctor(replica: tuple[str, ...], indexer: str | None, wait_s: float, as_json: bool) -> None:
+    """Says why no events come of a replica, or that all is well.
+
+    Looks at its HTTP API and metrics, its event and replay ports, listens to its events, and asks the
+    indexer. Changes nothing. Exits with 1 if something is wrong.
+    """
+    _quiet()
+    if not replica and indexer is None:
+        raise StartError("give --replica LINE, --indexer URL, or both")
+    try:
+        findings = asyncio.run(_examine(replica, indexer, wait_s))
+    except ERRORS as error:
+        raise StartError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps({"findings": msgspec.to_builtins(findings)}))
+    else:
+        _print_findings(findings)
+    if any(finding.level == "bad" for finding in findings):
+        raise SystemExit(1)
+
+
+async def _examine(lines: tuple[str, ...], indexer: str | None, wait_s: float) -> list[Any]:
+    import aiohttp  # noqa: PLC0415
+
+    from router.doctor import examine  # noqa: PLC0415
+    from router.replicas import checked_url, parse_replicas  # noqa: PLC0415
+
+    specs = parse_replicas(lines)
+    if indexer is not None:
+        checked_url("--indexer", indexer)
+    with Console(stderr=True).status(Text(f"looking, and listening for {wait_s:g} s")):
+        async with aiohttp.ClientSession() as session:
+            return [finding async for finding in examine(specs, indexer, session, wait_s=wait_s)]
+
+
+def _print_findings(findings: list[Any]) -> None:
+    table = Table("", "of", "check", "found, and what to do", box=box.SIMPLE_HEAD, pad_edge=False)
+    marks = {"ok": Text("ok", "green"), "warning": Text("warning", "yellow"), "bad": Text("bad", "bold red")}
+    for finding in findings:
+        told = Text(finding.found)
+        if finding.fix and finding.level != "ok":
+            told.append(f"\n-> {finding.fix}", "bold")
+        table.add_row(marks[finding.level], Text(finding.of), Text(finding.check), told)
+    Console().print(table)
 
 
 @main.command()
