@@ -74,6 +74,10 @@ class StreamBlocks:
             self._release(key, name, next(tier for tier, copies in enumerate(name.copies) if copies))
         self._record.counters.evicted += 1
 
+    def give_up(self, key: bytes, waiting: Waiting) -> None:
+        """Forgets a block that waits for its parent."""
+        self._end_waiting(key, waiting)
+
     def _unusable(self, event: BlockStored) -> str | None:
         """Why no keys can be made of a stored event; learns the block size from the first good one."""
         record = self._record

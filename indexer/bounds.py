@@ -41,7 +41,7 @@ class Eviction:
         self, used_bytes: int, records: Iterable[StreamRecord]
     ) -> tuple[int, StreamRecord | None] | None:
         """How many blocks go next, and of which stream (None: of all); None when every bound holds."""
-        held = [record for record in records if record.blocks]
+        held = [record for record in records if not record.is_empty]
         most = self._bounds.stream_blocks
         if most is not None:
             for record in held:
@@ -54,6 +54,15 @@ class Eviction:
         return (step(held), None) if self._over else None
 
 
+def most_waiting(records: Iterable[StreamRecord]) -> StreamRecord | None:
+    """The stream with most blocks that wait for their parents; None if none waits.
+
+    They count for no answer, so over the budget they go before all others.
+    """
+    most = max(records, key=lambda record: record.waiting, default=None)
+    return most if most is not None and most.waiting else None
+
+
 def step(records: Iterable[StreamRecord]) -> int:
     """How many blocks of all streams go at once: of a small map no more than a share."""
-    return min(EVICT_STEP, 1 + sum(record.blocks for record in records) // EVICT_SHARE)
+    return min(EVICT_STEP, 1 + sum(record.blocks + record.waiting for record in records) // EVICT_SHARE)

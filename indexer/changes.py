@@ -39,10 +39,11 @@ MAX_AGES_READ = 200_000
 
 
 class Changes:
-    """Reads through to the map; nothing is written before :meth:`flush`."""
+    """Reads through to the map; nothing is written before :meth:`flush`. ``now`` is on the boot clock."""
 
-    def __init__(self, txn: lmdb.Transaction, tables: Tables) -> None:
+    def __init__(self, txn: lmdb.Transaction, tables: Tables, now: float = 0.0) -> None:
         self._txn = txn
+        self._now = now
         self._get = cast(Callable[..., bytes | None], txn.get)
         self._tables = tables
         self._names: dict[bytes, Name | bytes | None] = {}  # bytes: not looked at since it was encoded
@@ -130,9 +131,18 @@ class Changes:
         return self._waiting[key]
 
     def wait(self, key: bytes, waiting: Waiting) -> None:
-        """Stages a block that waits."""
+        """Stages a block that waits, from now on if it did not before."""
+        waiting.since = waiting.since or self._now
         self._waiting[key] = waiting
         self._changed_waiting.add(key)
+
+    def waiting_from(self, start: bytes, limit: int) -> list[tuple[bytes, Waiting]]:
+        """The first ``limit`` blocks that wait, by names key from ``start`` on; of what is committed."""
+        with self._txn.cursor(self._tables.waiting) as cursor:
+            if not cursor.set_range(start):
+                return []
+            rows = itertools.islice(cursor.iternext(), limit)
+            return [(bytes(key), decode_waiting(bytes(value))) for key, value in rows]
 
     def came(self, name: bytes) -> int:
         """Stages that the block with this names key came just now; gives its age."""

@@ -22,7 +22,7 @@ from indexer.bounds import Bounds, Eviction, step
 from indexer.errors import IndexerError, MapError, RegistrationError, TooLargeError, UnknownInstanceError
 from indexer.feedback import Answered
 from indexer.followed import Followed, PoisonError, Shared, stream_key, title
-from indexer.layout import PARTIAL_TTL_S, StreamRecord
+from indexer.layout import PARTIAL_TTL_S, WAITING_TTL_S, StreamRecord
 from indexer.outcome import Outcome, refused
 from indexer.registration import Registration
 from indexer.room import SHRINK, Room
@@ -85,6 +85,7 @@ class Ingest:
         self._room = Room()
         self._beat_at = float("-inf")
         self._sync_at = clock() + SYNC_S
+        self._sweeping = False
         self._running = False
         self._thread: threading.Thread | None = None
         self.failures = 0
@@ -251,6 +252,9 @@ class Ingest:
         if now >= self._sync_at:
             self._writer.sync()
             self._sync_at = now + SYNC_S
+            self._sweeping = any(record.waiting for record in self._writer.streams.values())
+        if self._sweeping:
+            self._sweeping = self._writer.sweep_waiting(self._writer.now() - WAITING_TTL_S)
 
     def _keep_bounds(self) -> None:
         for _ in range(EVICT_STEPS):
@@ -264,7 +268,10 @@ class Ingest:
                 "at a bound (--map-budget, --max-blocks): forgetting the oldest blocks of %s",
                 whose,
             )
-            self._writer.evict(count, record)
+            if record is None:
+                self._writer.forget(count)
+            else:
+                self._writer.evict(count, record)
 
     def _commit(self, signals: list[tuple[StreamId, Signal]], now: float) -> None:
         jobs = [self._jobs.get_nowait() for _ in range(self._jobs.qsize())]

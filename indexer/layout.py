@@ -42,6 +42,7 @@ MAX_READERS = 1024
 DEFAULT_MAP_SIZE = 16 << 30
 HOLDERS_CACHED = 1 << 14
 PARTIAL_TTL_S = 1800.0
+WAITING_TTL_S = 600.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Tier = Literal[0, 1, 2]
@@ -158,12 +159,16 @@ class Name:
 
 
 class Waiting(msgspec.Struct, array_like=True):
-    """A stored block whose parent is not known: all that its key will be made of. No tokens are kept."""
+    """A stored block whose parent is not known: all that its key will be made of. No tokens are kept.
+
+    ``since`` is when that began, on the boot clock.
+    """
 
     parent: bytes
     local: bytes
     extra: bytes
     copies: list[int]
+    since: float = 0.0
 
 
 class Counters(msgspec.Struct):

@@ -11,6 +11,7 @@ import lmdb
 import msgspec
 
 from indexer.blocks import StreamBlocks
+from indexer.bounds import most_waiting
 from indexer.changes import Changes
 from indexer.errors import MapError, MapFullError, TooLargeError
 from indexer.folder import ANOTHER_FOLDER, as_map_error, lock_to_write, open_to_write, sign
@@ -31,6 +32,7 @@ from indexer.layout import (
     Name,
     StreamKey,
     StreamRecord,
+    Waiting,
     boot_clock,
     boot_id,
     decode_record,
@@ -93,6 +95,7 @@ class MapWriter:
         self.path = path
         self._clock = clock
         self._unread = False
+        self._swept = b""
         with ExitStack() as undo, as_map_error("use", path):
             self._lock, ours = lock_to_write(path)
             undo.callback(self._lock.close)
@@ -176,7 +179,7 @@ class MapWriter:
         try:
             with as_map_error("write", self.path), self.env.begin(write=True) as txn:
                 before = used_bytes(txn, self.tables)
-                group = Group(Changes(txn, self.tables))
+                group = Group(Changes(txn, self.tables, self._clock()))
                 yield group
                 group.changes.flush()
                 self._leave_room(before, used_bytes(txn, self.tables))
@@ -347,6 +350,43 @@ class MapWriter:
             for key in group.changes.oldest(count, of):
                 group.blocks(records[int.from_bytes(key[:2], "big")]).evict(key)
 
+    def sweep_waiting(self, before: float) -> bool:
+        """Looks at the next rows of ``waiting``, and forgets the blocks that waited already at ``before``.
+
+        ``before`` is on the clock of :meth:`now`. False once all rows were looked at. Raises MapError.
+        """
+        with self.group() as group:
+            rows = group.changes.waiting_from(self._swept, COLLECT_STEP)
+            due = [(key, row) for key, row in rows if not before < row.since <= self.now()]
+            self._give_up(group, due, "parent_unknown")
+        self._swept = rows[-1][0] + b"\0" if len(rows) == COLLECT_STEP else b""
+        return bool(self._swept)
+
+    def forget(self, count: int) -> None:
+        """Forgets ``count`` blocks that wait for their parents, or if none does those that came first.
+
+        Raises MapError.
+        """
+        waiting = most_waiting(self.streams.values())
+        if waiting is None:
+            self.evict(count)
+        else:
+            self._drop_waiting(count, waiting)
+
+    def _drop_waiting(self, count: int, record: StreamRecord) -> None:
+        with self.group() as group:
+            rows = group.changes.waiting_from(slot_key(record.slot), count)
+            self._give_up(group, [row for row in rows if row[0].startswith(slot_key(record.slot))], "no_room")
+
+    def _give_up(self, group: Group, rows: list[tuple[bytes, Waiting]], reason: str) -> None:
+        """Retired slots are collected anyway."""
+        records = {record.slot: record for record in self.streams.values()}
+        for key, waiting in rows:
+            record = records.get(int.from_bytes(key[:2], "big"))
+            if record is not None:
+                group.blocks(record).give_up(key, waiting)
+                record.counters.skip(reason)
+
     def make_room(self, count: int) -> None:
         """Forgets ``count`` entries of retired slots, or the blocks that came first. Raises MapError.
 
@@ -356,7 +396,7 @@ class MapWriter:
         if self._retired:
             self.collect(count)
         else:
-            self.evict(count)
+            self.forget(count)
 
     # the end
 

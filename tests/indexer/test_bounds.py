@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from events.schema import BlockRemoved, BlockStored
 from indexer.bounds import EVICT_ABOVE, EVICT_BELOW, EVICT_SHARE, EVICT_STEP, Bounds, Eviction
 from indexer.errors import SettingsError
-from indexer.layout import StreamRecord, age_key
+from indexer.layout import WAITING_TTL_S, StreamRecord, age_key
 from indexer.registration import Registration
 from indexer.settings import IndexerSettings
 
@@ -150,6 +152,77 @@ def test_pe02_a_budget_is_kept_under_any_number_of_blocks(make_rig: Any, engine:
     assert rig.held(prompt(499, 100)) == {"A": (400, 400, 400)}
     assert rig.ingest.failures == 0
     rig.check()
+
+
+def test_a_block_whose_parent_never_comes_waits_no_longer_than_told(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, hasher.stored(prompt(1), 1), hasher.stored(prompt(2), 9))
+    rig.now += WAITING_TTL_S - 1
+    rig.say(a, hasher.stored(prompt(3), 2), hasher.stored(prompt(2), 0, 9))
+    assert rig.record(a).waiting == 17
+    rig.now += 61
+    rig.say(a)
+    assert (rig.record(a).waiting, rig.record(a).counters.skipped) == (8, {"parent_unknown": 9})
+    assert rig.held(prompt(2))["A"] == (40, 40, 40)
+    rig.say(a, hasher.stored(prompt(3), 0, 2), hasher.stored(prompt(1), 0, 1))
+    assert rig.held(prompt(3))["A"] == (40, 40, 40)
+    assert rig.held(prompt(1))["A"] == (4, 4, 4)
+    rig.check()
+
+
+def test_blocks_that_wait_are_looked_through_in_steps(
+    rig: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.writer.COLLECT_STEP", 10)
+    a, b = rig.follow("A"), rig.follow("B")
+    rig.say(a, engine(1).stored(prompt(1, 35), 1))
+    rig.say(b, engine(2).stored(prompt(2, 12), 1))
+    rig.now += WAITING_TTL_S + 61
+    left = []
+    while rig.record(a).waiting + rig.record(b).waiting:
+        rig.ingest.step([])
+        left.append(rig.record(a).waiting + rig.record(b).waiting)
+    assert left == [35, 25, 15, 5, 0]
+    rig.check()
+
+
+def test_pe02_blocks_that_wait_go_first_and_are_within_the_budget(
+    make_rig: Any, engine: Any, tmp_path: Path
+) -> None:
+    rig = make_rig(tmp_path, map_size=4 << 20)
+    bound(rig, budget_bytes=1 << 20)
+    a, b = rig.follow("A"), rig.follow("B")
+    rig.say(b, engine(2).stored(prompt(1)))
+    for number in range(2, 150):
+        rig.say(a, engine(1).stored(prompt(number, 101), 1))
+        assert rig.writer.used_bytes() < 1 << 20
+    assert 0 < rig.record(a).waiting < 14_800
+    assert rig.record(a).counters.skipped["no_room"] > 0
+    assert rig.held(prompt(1))["B"] == (40, 40, 40)
+    assert rig.ingest.failures == 0
+    rig.check()
+    rig.close()
+
+
+def test_ix13_file_and_pages_stay_flat_over_200_000_blocks_with_a_constant_live_set(
+    make_rig: Any, engine: Any, tmp_path: Path
+) -> None:
+    rig = make_rig(tmp_path, map_size=64 << 20)
+    a, b = rig.follow("A"), rig.follow("B")
+    live: deque[BlockStored] = deque()
+    files, pages = [], []
+    for number in range(200):
+        live.append(engine().stored(prompt(number, 500)))
+        old = [BlockRemoved(live.popleft().hashes[::-1])] if number >= 10 else []
+        for stream in (a, b):
+            rig.say(stream, *old, live[-1])
+        files.append((tmp_path / "data.mdb").stat().st_size)
+        pages.append(rig.writer.used_bytes())
+    assert rig.record(a).blocks == rig.record(b).blocks == 5_000
+    assert max(files[100:]) <= max(files[20:100]) * 1.05
+    assert max(pages[100:]) <= max(pages[20:100]) * 1.05
+    rig.check()
+    rig.close()
 
 
 def test_ix13_the_file_stops_growing_under_churn(make_rig: Any, engine: Any, tmp_path: Path) -> None:
