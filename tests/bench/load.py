@@ -164,16 +164,23 @@ def reachable(endpoint: str | None) -> str:
     return "tcp://127.0.0.1:" + endpoint.rpartition(":")[2]
 
 
-def register(indexer: Measured, opened: list[Publisher]) -> None:
-    """Has every publisher followed, by its number."""
-    for number, publisher in enumerate(opened):
-        body = {
+def registrations(opened: list[Publisher]) -> list[dict[str, Any]]:
+    """Bodies of ``/register`` for publishers, by their number."""
+    return [
+        {
             "instance_id": number,
             "endpoint": reachable(publisher.endpoint),
             "replay_endpoint": reachable(publisher.replay_endpoint),
             "model_name": MODEL,
             "block_size": BLOCK_SIZE,
         }
+        for number, publisher in enumerate(opened)
+    ]
+
+
+def register(indexer: Measured, opened: list[Publisher]) -> None:
+    """Has every publisher followed."""
+    for body in registrations(opened):
         indexer.ask("/register", body)
 
 

@@ -15,30 +15,60 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from events.publisher import Publisher
+from events.stream import Connected, Frame
 from indexer.check import check_folder
+from indexer.ingest import Ingest
+from indexer.registration import Registration
 from indexer.shard_reader import open_map
-from tests.bench.load import MODEL, Measured, fleet, indexer, publish, publishers, register, wait_until
+from indexer.writer import MapWriter
+from tests.bench.load import (
+    MODEL,
+    Measured,
+    NoFeed,
+    fleet,
+    indexer,
+    publish,
+    publishers,
+    registrations,
+    wait_until,
+)
 
 SIZES = [int(size) for size in os.environ.get("WARMROUTE_BENCH_RESTART", "1_000_000 10_000_000").split()]
 REPLICAS = 8
 ROUNDS = 5
 PIECE = 500_000
-FILL_PACE = 60_000
+GROUP = 1_024
+LATEST = 20_000
+"""Blocks that came just before each kill: what they changed is not on the disk yet."""
 
 
-def fill(started: Measured, opened: Any, size: int) -> list[tuple[int, list[int]]]:
-    """Publishes ``size`` blocks in pieces; a prompt that each replica holds whole."""
-    last: dict[int, list[int]] = {}
+def fill(folder: Path, opened: list[Publisher], size: int) -> list[tuple[int, list[int]]]:
+    """Has every publisher's batches in the map, as its stream; a prompt that each holds whole.
+
+    Nobody listens to the publishers yet: what they said is applied here, in large groups.
+    """
+    writer, last = MapWriter(folder), dict[int, list[int]]()
+    ingest = Ingest(writer, NoFeed())
+    for body in registrations(opened):
+        registration = msgspec.convert(body, Registration)
+        ingest.follow(registration)
+        ingest.step([((registration.instance, 0), Connected())])
     for piece in range(max(1, size // PIECE)):
         made = fleet(min(size, PIECE), REPLICAS, seed=piece)
-        publish(made, opened, FILL_PACE)
+        frames = [
+            ((str(replica), 0), Frame(opened[replica].publish_payload(payload), payload))
+            for replica, payload, _ in made.frames
+        ]
+        for start in range(0, len(frames), GROUP):
+            ingest.step(frames[start : start + GROUP])
         last = {prompt.replica: prompt.tokens.tolist() for prompt in made.prompts}
-    wanted = list(last.items())
-    wait_until(lambda: right_over_http(started, wanted), 300, 0.5)
-    return wanted
+    writer.close()
+    return list(last.items())
 
 
 def right_over_http(asked: Measured, wanted: list[tuple[int, list[int]]]) -> bool:
@@ -61,14 +91,16 @@ def is_right(one: dict[str, Any], replica: int, tokens: list[int]) -> bool:
 def test_the_first_right_answer_after_a_kill(size: int, tmp_path: Path) -> None:
     folder = tmp_path / "map"
     with publishers(REPLICAS) as opened:
+        wanted = fill(folder, opened, size)
         started = indexer(folder, tmp_path / "first.log")
         try:
-            started.await_health()
-            register(started, opened)
-            time.sleep(2)
-            wanted = fill(started, opened, size)
+            wait_until(partial(right_over_http, started, wanted), 60)
             times = []
             for number in range(ROUNDS):
+                latest = fleet(LATEST, REPLICAS, seed=-1 - number)
+                publish(latest, opened)
+                wanted = [(prompt.replica, prompt.tokens.tolist()) for prompt in latest.prompts[-REPLICAS:]]
+                wait_until(partial(right_over_http, started, wanted), 60)
                 started.kill()
                 begun = time.perf_counter()
                 started = indexer(folder, tmp_path / f"again-{number}.log")
