@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import lmdb
 import msgspec
@@ -43,7 +44,7 @@ LEAST_CREDIT = 0.1
 WEIGHTS = {"live": 1.0, "replaying": 0.5, "partial": 0.5}
 
 
-KeysOf = Callable[[StreamRecord, int], list[bytes]]
+KeysOf = Callable[[StreamRecord, int], Sequence[bytes]]
 """The block keys of a prompt, as a stream with that block size has them."""
 
 
@@ -231,13 +232,15 @@ class MapReader:
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        keys: PromptKeys = prompt_keys,
     ) -> list[Matched]:
         """What each stream of ``model`` (a registered name or an alias) holds of a prompt.
 
-        Streams that match nothing are in the answer with zeros; it is empty for an unknown model. Raises
-        MapError when the map cannot be read, ValueError for a token id outside u32.
+        Streams that match nothing are in the answer with zeros; it is empty for an unknown model. ``keys``
+        may know the keys of prompts that were seen before. Raises MapError when the map cannot be read,
+        ValueError for a token id outside u32.
         """
-        return self.query_keys(model, keys_of_prompt(tokens, lora_name, cache_salt), lora_name)
+        return self.query_keys(model, keys_of_prompt(tokens, lora_name, cache_salt, keys), lora_name)
 
     def query_local(
         self, model: str, locals_: Sequence[bytes], *, lora_name: str | None = None
@@ -348,12 +351,33 @@ class MapReader:
             return used_bytes(txn, self._tables)
 
 
-def keys_of_prompt(tokens: Sequence[int], lora_name: str | None, cache_salt: str | None) -> KeysOf:
-    """The block keys of a prompt by stream, each kind made once. Raises ValueError for a token beyond u32."""
+class PromptKeys(Protocol):
+    """Gives the keys of a prompt's whole blocks, as :func:`indexer.keys.prompt_keys` does."""
+
+    def __call__(
+        self,
+        tokens: array[int],
+        *,
+        model: str,
+        block_size: int,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        additional_salt: str | None = None,
+        epoch: int = 0,
+    ) -> Sequence[bytes]: ...
+
+
+def keys_of_prompt(
+    tokens: Sequence[int], lora_name: str | None, cache_salt: str | None, keys: PromptKeys = prompt_keys
+) -> KeysOf:
+    """The block keys of a prompt by stream, each kind made once by ``keys``.
+
+    Raises ValueError for a token beyond u32.
+    """
     ids = token_array(tokens)
 
-    def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
-        return prompt_keys(
+    def keys_of(record: StreamRecord, block_size: int) -> Sequence[bytes]:
+        return keys(
             ids,
             model=record.registration.model_name,
             block_size=block_size,
@@ -380,9 +404,9 @@ def keys_of_locals(locals_: Sequence[bytes], lora_name: str | None) -> KeysOf:
 
 
 def _once(keys_of: KeysOf, lora_name: str | None) -> KeysOf:
-    made: dict[tuple[Any, ...], list[bytes]] = {}
+    made: dict[tuple[Any, ...], Sequence[bytes]] = {}
 
-    def kept(record: StreamRecord, block_size: int) -> list[bytes]:
+    def kept(record: StreamRecord, block_size: int) -> Sequence[bytes]:
         family = (*_family(record, lora_name), block_size)
         if family not in made:
             made[family] = keys_of(record, block_size)

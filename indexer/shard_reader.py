@@ -18,8 +18,17 @@ import lmdb
 
 from events.logs import Throttled
 from indexer.errors import MapError
+from indexer.keys import prompt_keys
 from indexer.layout import Name, StreamRecord, Tables
-from indexer.reader import KeysOf, MapReader, Matched, StreamStatus, keys_of_locals, keys_of_prompt
+from indexer.reader import (
+    KeysOf,
+    MapReader,
+    Matched,
+    PromptKeys,
+    StreamStatus,
+    keys_of_locals,
+    keys_of_prompt,
+)
 from indexer.sharding import count_shards, map_folders
 
 log = logging.getLogger(__name__)
@@ -51,6 +60,7 @@ class View(Protocol):
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        keys: PromptKeys = prompt_keys,
     ) -> list[Matched]: ...
 
     def query_local(
@@ -192,9 +202,10 @@ class ShardReader:
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        keys: PromptKeys = prompt_keys,
     ) -> list[Matched]:
         """As :meth:`MapReader.query`. The prompt is hashed once for all shards."""
-        return self._match(model, keys_of_prompt(tokens, lora_name, cache_salt), lora_name)
+        return self._match(model, keys_of_prompt(tokens, lora_name, cache_salt, keys), lora_name)
 
     def query_local(
         self, model: str, locals_: Sequence[bytes], *, lora_name: str | None = None

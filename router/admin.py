@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from router.decision_log import DecisionLog
 from router.fleet import Fleet
 from router.load import Load
+from router.local_tokens import Told
 from router.metrics import RouterMetrics
 from router.registrar import Registrar
 from router.replicas import Health, Replica, StreamId
@@ -22,7 +23,8 @@ _encode = msgspec.json.Encoder().encode
 
 class Admin:
     """The handlers. ``strangers`` gives the replicas of the index that are none of ours, ``draining`` tells
-    whether we are going down, ``settings_errors`` why new settings or places of replicas are not heeded.
+    whether we are going down, ``settings_errors`` why new settings or places of replicas are not heeded,
+    ``tokenizers`` gives the local tokenizers.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Admin:
         rules: Rules,
         draining: Callable[[], bool],
         settings_errors: Callable[[], list[str]],
+        tokenizers: Callable[[], list[Told]],
     ) -> None:
         self._fleet = fleet
         self._load = load
@@ -46,6 +49,7 @@ class Admin:
         self._rules = rules
         self._draining = draining
         self._settings_errors = settings_errors
+        self._tokenizers = tokenizers
 
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/health", self.health)
@@ -54,6 +58,7 @@ class Admin:
         app.router.add_get("/debug/replicas", self.replicas)
         app.router.add_get("/debug/decisions", self.decisions)
         app.router.add_get("/debug/rules", self.rules)
+        app.router.add_get("/debug/tokenizers", self.tokenizers)
 
     async def health(self, request: web.Request) -> web.Response:
         """200 as long as the process serves."""
@@ -121,6 +126,10 @@ class Admin:
                 for name, rank in replica.streams()
             ],
         }
+
+    async def tokenizers(self, request: web.Request) -> web.Response:
+        """The local tokenizers, and whether each is used."""
+        return _json({"tokenizers": self._tokenizers()})
 
     async def decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first; ``?limit=N`` and ``?request_id=ID`` narrow them."""

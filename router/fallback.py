@@ -23,8 +23,9 @@ UNREADABLE_PROMPT = Fallback("unreadable-prompt", "a prompt of unknown form")
 UNREADABLE_MESSAGES = Fallback("unreadable-messages", "messages of unknown form")
 UNREADABLE_BODY = Fallback("unreadable-body", "a body that this router cannot read")
 BAD_CACHE_SALT = Fallback("bad-cache-salt", "a cache_salt that is no text")
+TOKENIZE_BUSY = Fallback("tokenize-busy", "too many prompts wait for a tokenizing thread")
 TOKENIZE_MISSING = Fallback("tokenize-missing", "the engine has no /tokenize")
-TOKENIZE_TIMEOUT = Fallback("tokenize-timeout", "the engine's /tokenize did not answer in time")
+TOKENIZE_TIMEOUT = Fallback("tokenize-timeout", "tokenising took longer than it may")
 TOKENIZE_REFUSED = Fallback("tokenize-refused", "the engine's /tokenize refused the prompt")
 TOKENIZE_FAILED = Fallback("tokenize-failed", "the engine's /tokenize failed")
 MODEL_UNKNOWN = Fallback("model-unknown", "no replica has said its models yet")
@@ -53,3 +54,21 @@ _LOOKUP_FAILURES = {
 def lookup_failed(code: str) -> Fallback:
     """The index gave no answer; ``code`` is of a LookupFailedError. The error's own words go to the log."""
     return Fallback(code, _LOOKUP_FAILURES.get(code, "the index failed"))
+
+
+_LOCAL_STATES = {
+    "loading": "the local tokenizer is being loaded",
+    "failed": "the local tokenizer cannot be loaded",
+    "unchecked": "the local tokenizer was not compared with an engine yet",
+    "differs": "the local tokenizer gives other ids than an engine",
+}
+
+
+def local(state: str) -> Fallback:
+    """The local tokenizer cannot be used as it is in ``state``; the engine is asked."""
+    return Fallback(f"local-{state}", _LOCAL_STATES[state])
+
+
+def inexact(code: str) -> Fallback:
+    """The local tokenizer is not sure to give what the engine gives; ``code`` is of an InexactError."""
+    return Fallback(f"inexact-{code}", f"not sure to be tokenised as the engine does ({code})")

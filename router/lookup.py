@@ -19,12 +19,13 @@ from indexer.errors import IndexerAnswerError, IndexerClientError, MapError, Map
 from indexer.reader import Matched
 from indexer.shard_reader import View, open_map
 from router.errors import LookupFailedError
+from router.key_cache import KeyCache
 
 log = logging.getLogger(__name__)
 
 INLINE_TOKENS = 8192
-"""Prompts up to this many tokens are matched on the event loop (under a millisecond); longer ones in a
-thread.
+"""Prompts with up to this many tokens that have no keys yet are matched on the event loop (under a
+millisecond); longer ones in a thread.
 """
 REOPEN_S = 0.5
 
@@ -52,8 +53,16 @@ class MapLookup:
     opening, and never on the loop while the thread has work.
     """
 
-    def __init__(self, path: Path, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        timeout_s: float,
+        keys: KeyCache | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = path
+        self._keys = keys or KeyCache(0)
         self._timeout_s = timeout_s
         self._clock = clock
         self._reader: View | None = None
@@ -66,9 +75,15 @@ class MapLookup:
         self, model: str, tokens: array[int], lora_name: str | None, cache_salt: str | None
     ) -> list[Matched]:
         query = partial(self._query, model, tokens, lora_name, cache_salt)
-        if self._reader is not None and not self._busy and len(tokens) <= INLINE_TOKENS:
+        if self._reader is not None and not self._busy and self._is_quick(tokens, lora_name, cache_salt):
             return query()
         return await self._in_thread(query)
+
+    def _is_quick(self, tokens: array[int], lora_name: str | None, cache_salt: str | None) -> bool:
+        return (
+            len(tokens) <= INLINE_TOKENS
+            or len(tokens) - self._keys.known_tokens(tokens, lora_name, cache_salt) <= INLINE_TOKENS
+        )
 
     async def indexer_address(self) -> str | None:
         """Where the indexer that writes the map listens, or None while that cannot be read."""
@@ -104,7 +119,9 @@ class MapLookup:
     ) -> list[Matched]:
         reader = self._open()
         try:
-            return reader.query(model, tokens, lora_name=lora_name, cache_salt=cache_salt)
+            return reader.query(
+                model, tokens, lora_name=lora_name, cache_salt=cache_salt, keys=self._keys.prompt_keys
+            )
         except MapError as error:
             self._close_reader()
             raise self._failed("map-failed", error) from error

@@ -34,6 +34,14 @@ class RouterMetrics:
             "fallback", "Requests that something in front of the relay failed for", "reason"
         )
         self.rules = self._counter("rule_requests", "Requests whose policy a rule chose", "rule")
+        self.tokenize_fallbacks = self._counter(
+            "tokenize_fallback",
+            "Prompts that the model's local tokenizer could not take, or that have no known tokens",
+            "reason",
+        )
+        self.tokenizer_checks = self._counter(
+            "tokenizer_checks", "Local tokenizers compared with an engine", "model", "outcome"
+        )
         self.retries = self._counter(
             "retries", "Attempts that failed before a byte was answered", "replica", "reason"
         )

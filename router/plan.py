@@ -167,7 +167,11 @@ class Planner:
             return msgspec.structs.replace(found, why_not=None)
         begun = self._clock()
         try:
-            return await self._tokenizer.tokens(body, replicas)
+            tokens = await self._tokenizer.tokens(body, replicas)
+            for why in {tokens.not_here, tokens.why_not}:
+                if why is not None:
+                    self._metrics.tokenize_fallbacks.labels(why.code).inc()
+            return tokens
         except Exception as error:
             # Whatever happens here, the request can still be served by load. The message could quote the
             # prompt.

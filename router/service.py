@@ -9,8 +9,9 @@ import os
 import random
 import resource
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import aiohttp
@@ -27,7 +28,9 @@ from router.discovery import Discovery
 from router.errors import ListenError, RefusedError, SettingsError
 from router.fleet import Fleet, model_cards
 from router.header_bytes import pass_header_bytes
+from router.key_cache import KeyCache
 from router.load import Load
+from router.local_tokens import LocalTokens, Told
 from router.lookup import FirstThatAnswers, HttpLookup, Lookup, MapLookup
 from router.metrics import RouterMetrics
 from router.plan import Planner
@@ -40,8 +43,10 @@ from router.reload import Reload, Reread, sources_of
 from router.replicas import parse_replicas
 from router.route import Route
 from router.server import Runner, await_body
-from router.settings import RouterSettings
+from router.settings import RouterSettings, parse_tokenizers
 from router.tap import Recorder
+from router.token_cache import TokenCache
+from router.token_check import TokenCheck
 from router.tokens import Tokenizer
 from router.tracing import start_tracing
 from router.upstream import AiohttpUpstream, Upstream, upstream_session
@@ -66,6 +71,7 @@ class RouterApp:
         self.draining = False
         self.discovery: Discovery | None = None
         self.reload: Reload | None = None
+        self.tokenizers: Callable[[], list[Told]] = list
         self.app = web.Application(client_max_size=settings.request_limit_bytes)
         self.app.on_response_prepare.append(leave_untyped)
 
@@ -110,6 +116,7 @@ async def router_app(
     """
     settings.check()
     _check_map(settings.map)
+    _check_tokenizers(settings.tokenizer)
     specs, rules = parse_replicas(settings.replica), settings.rules()
     pass_header_bytes()
     if not specs and not sources_of(settings):
@@ -137,14 +144,12 @@ async def router_app(
         fleet.in_flight, fleet.forgotten = load.at, load.forget
         tracing = start_tracing()
         stack.push_async_callback(asyncio.to_thread, tracing.close)
-        map_lookup = (
-            MapLookup(Path(settings.map), timeout_s=settings.lookup_timeout_s) if settings.map else None
-        )
+        map_lookup = _map_lookup(settings)
         if map_lookup is not None:
             stack.push_async_callback(map_lookup.close)
         lookup = lookup or _lookup(settings, map_lookup, probes)
-        tokenizer = Tokenizer(
-            session, timeout_s=settings.tokenize_timeout_s, cache_tokens=settings.token_cache_tokens, rng=rng
+        tokenizer, token_check = await stack.enter_async_context(
+            _tokenizing(settings, fleet, metrics, session, rng)
         )
         planner = Planner(fleet, tokenizer, lookup, rules, metrics)
         route = Route(
@@ -169,6 +174,7 @@ async def router_app(
             recorder=recorder,
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
+        router.tokenizers = token_check.told
         admin = Admin(
             fleet,
             load,
@@ -179,6 +185,7 @@ async def router_app(
             rules,
             lambda: router.draining,
             router.settings_errors,
+            router.tokenizers,
         )
         admin.add_routes(router.app)
         router.app.router.add_get("/v1/models", router.models)
@@ -189,7 +196,7 @@ async def router_app(
         fleet.start()
         stack.push_async_callback(fleet.close)
         if registrar is not None:
-            fleet.changed = registrar.wake
+            fleet.changed = _both(token_check.noticed, registrar.wake)
             registrar.start()
             stack.push_async_callback(registrar.close)
         await stack.enter_async_context(_discovering(router, reread, config))
@@ -224,6 +231,22 @@ def _session(settings: RouterSettings, keepalive_s: float) -> aiohttp.ClientSess
     )
 
 
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _check_tokenizers(lines: Sequence[str]) -> None:
+    missing = [name for name in ("transformers", "jinja2") if lines and find_spec(name) is None]
+    if missing:
+        raise SettingsError(
+            f"--tokenizer needs {' and '.join(missing)}: install the extra, warmroute[local-tokenizer]"
+        )
+
+
 def _check_map(folder: str | None) -> None:
     if folder is None or not Path(folder).exists():
         return
@@ -231,6 +254,38 @@ def _check_map(folder: str | None) -> None:
         raise SettingsError(f"--map {folder} is a file; give the folder that the indexer writes")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise SettingsError(f"--map {folder}: no permission to read the folder; run as the indexer's user")
+
+
+@asynccontextmanager
+async def _tokenizing(
+    settings: RouterSettings,
+    fleet: Fleet,
+    metrics: RouterMetrics,
+    session: aiohttp.ClientSession,
+    rng: random.Random,
+) -> AsyncIterator[tuple[Tokenizer, TokenCheck]]:
+    """What makes tokens, and what watches that they are the engines'."""
+    timeout_s, cache = settings.tokenize_timeout_s, TokenCache(settings.token_cache_tokens)
+    sources = parse_tokenizers(settings.tokenizer)
+    local = LocalTokens(sources, cache, threads=settings.tokenizer_threads, timeout_s=timeout_s)
+    tokenizer = Tokenizer(session, timeout_s=timeout_s, cache=cache, local=local, rng=rng)
+    interval_s = settings.tokenizer_check_interval_s
+    check = TokenCheck(fleet, local, cache, metrics, tokenizer.ask, interval_s=interval_s)
+    fleet.changed, local.changed = check.noticed, check.wake
+    local.start()
+    check.start()
+    try:
+        yield tokenizer, check
+    finally:
+        await check.close()
+        local.close()
+
+
+def _map_lookup(settings: RouterSettings) -> MapLookup | None:
+    if not settings.map:
+        return None
+    keys = KeyCache(settings.key_cache_blocks)
+    return MapLookup(Path(settings.map), timeout_s=settings.lookup_timeout_s, keys=keys)
 
 
 def _lookup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,19 @@ from router.policies import policy_named
 from router.replicas import checked_url, parse_replicas
 from router.rules import Rule, Rules
 from router.server import Limits
+
+
+def parse_tokenizers(lines: Iterable[str]) -> dict[str, str]:
+    """Where the local tokenizers are, by model. Raises SettingsError."""
+    sources: dict[str, str] = {}
+    for line in lines:
+        model, _, source = line.partition("=")
+        if not model.strip() or not source.strip():
+            raise SettingsError(f"--tokenizer {line!r}: write MODEL=FOLDER or MODEL=NAME_ON_HUB")
+        if model.strip() in sources:
+            raise SettingsError(f"--tokenizer {model.strip()} is given twice; give one for each model")
+        sources[model.strip()] = source.strip()
+    return sources
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,11 +159,28 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 4.0
     lookup_timeout_s: Annotated[float, Meta(gt=0, description="Time for asking the index, seconds.")] = 0.2
     tokenize_timeout_s: Annotated[
-        float, Meta(gt=0, description="Time for asking an engine for tokens, seconds.")
+        float, Meta(gt=0, description="Time for tokenising a prompt, here or by an engine, seconds.")
     ] = 2.0
+    tokenizer: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Tokenise a model's prompts here; may be repeated. MODEL=FOLDER or MODEL=NAME_ON_HUB."
+            " Needs the extra local-tokenizer; used as long as the engines' /tokenize agrees."
+        ),
+    ] = ()
+    tokenizer_threads: Annotated[
+        int, Meta(ge=1, le=256, description="Threads that tokenise, for all local tokenizers.")
+    ] = 2
+    tokenizer_check_interval_s: Annotated[
+        float,
+        Meta(gt=0, description="Between two comparisons of a local tokenizer with the engines', seconds."),
+    ] = 600.0
     token_cache_tokens: Annotated[
         int, Meta(ge=0, description="Prompts kept tokenised, in tokens (4 bytes each).")
     ] = 4_000_000
+    key_cache_blocks: Annotated[
+        int, Meta(ge=0, description="Block keys of prompts kept, in blocks (8 bytes each).")
+    ] = 2_000_000
     health_interval_s: Annotated[
         float, Meta(gt=0, description="Between two health checks of a replica, seconds.")
     ] = 2.0
@@ -206,6 +237,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self.rules()
         parse_replicas(self.replica)
         parse_replicas(self.dns)
+        parse_tokenizers(self.tokenizer)
         if self.indexer is not None:
             checked_url("--indexer", self.indexer)
         if self.max_inflight is not None and self.max_inflight < 1:

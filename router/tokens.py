@@ -1,7 +1,8 @@
 """The exact token ids that the engine will see, or None with a reason.
 
-Ids in the request are taken as they are; text and messages are sent to an engine's own ``/tokenize`` (vLLM
-0.32: ``entrypoints/serve/tokenize/protocol.py``), and the answers are kept by a hash of what was asked.
+Ids in the request are taken as they are. Text and messages are tokenised here, where the model has a local
+tokenizer that can be trusted with them, or else by an engine's own ``/tokenize`` (vLLM 0.32:
+``entrypoints/serve/tokenize/protocol.py``), whose answers are kept by a hash of what was asked.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 import msgspec
-from cachetools import LRUCache
 from msgspec import Raw
 from xxhash import xxh3_128_digest
 
 from events.schema import token_array
 from router import fallback
 from router.fallback import Fallback
+from router.local_tokens import LocalTokens
 from router.prompt import RequestBody, given
 from router.replicas import Replica
+from router.token_cache import TokenCache
 
 MISSING_FOR_S = 60.0
 """How long an engine without ``/tokenize`` is not asked again."""
@@ -44,12 +46,14 @@ _CHAT_FIELDS = (
 class Tokens(msgspec.Struct, frozen=True):
     """``ids`` of the prompt (of the first one, where the request holds several), or None and why.
 
-    ``prompts`` is how many prompts the request holds. ``asked`` tells whether an engine was asked.
+    ``prompts`` is how many prompts the request holds. ``not_here`` is why a local tokenizer that the model
+    has was not used.
     """
 
     ids: array[int] | None
     why_not: Fallback | None = None
     prompts: int = 1
+    not_here: Fallback | None = None
 
 
 class _Part(msgspec.Struct):
@@ -79,8 +83,8 @@ _decode_error = msgspec.json.Decoder(_ErrorAnswer).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def _no(why: Fallback) -> Tokens:
-    return Tokens(None, why)
+def _no(why: Fallback, not_here: Fallback | None = None) -> Tokens:
+    return Tokens(None, why, not_here=not_here)
 
 
 def tokens_in_request(body: RequestBody) -> Tokens | None:
@@ -153,7 +157,7 @@ def tokenize_request(body: RequestBody) -> tuple[bytes, int] | None:
 
 
 def _chat_fields(body: RequestBody) -> dict[str, object]:
-    fields: dict[str, object] = {"messages": body.messages}
+    fields: dict[str, object] = {"messages": _as_chat_reads_them(body.messages)}
     fields |= {name: value for name in _CHAT_FIELDS if given(value := getattr(body, name))}
     kwargs: dict[str, Raw] = {}
     if given(body.chat_template_kwargs):
@@ -172,15 +176,35 @@ def _chat_fields(body: RequestBody) -> dict[str, object]:
     return fields
 
 
+def _as_chat_reads_them(messages: Raw) -> object:
+    """Chat takes ``reasoning_content`` for ``reasoning``, ``/tokenize`` does not know it."""
+    if b'"reasoning_content"' not in bytes(messages):
+        return messages
+    renamed = msgspec.json.decode(messages, type=list[dict[str, Raw]])
+    for message in renamed:
+        reasoning = message.pop("reasoning_content", Raw(b"null"))
+        if given(reasoning) and not given(message.get("reasoning", Raw(b"null"))):
+            message["reasoning"] = reasoning
+    return renamed
+
+
+def _prompts(body: RequestBody) -> int:
+    """How many prompts a request of text holds."""
+    if given(body.messages) or bytes(memoryview(body.prompt)[:64]).lstrip()[:1] != b"[":
+        return 1
+    return len(msgspec.json.decode(body.prompt, type=list[Raw]))
+
+
 class Tokenizer:
-    """Gets the tokens of requests, from themselves or from engines."""
+    """Gets the tokens of requests: from themselves, from local tokenizers, or from engines."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         *,
         timeout_s: float,
-        cache_tokens: int,
+        cache: TokenCache,
+        local: LocalTokens | None = None,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ) -> None:
@@ -188,29 +212,56 @@ class Tokenizer:
         self._timeout_s = timeout_s
         self._clock = clock
         self._rng = rng or random.Random()
-        self._cache: LRUCache[bytes, array[int]] = LRUCache(
-            max(1, cache_tokens), getsizeof=lambda ids: max(1, len(ids))
-        )
+        self._cache = cache
+        self._local = local
 
     async def tokens(self, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
         """The tokens of a request that any of ``replicas`` may get. Never raises for what engines answer."""
         found = tokens_in_request(body)
         if found is not None:
             return found
+        base = next((known[0] for r in replicas if (known := r.resolve(body.model))), body.model or "")
+        not_here: Fallback | None = None
+        configured = self._configured(base, body.model)
+        if self._local is not None and configured is not None:
+            ids = await self._local.tokens(configured, body)
+            if not isinstance(ids, Fallback):
+                return Tokens(ids, prompts=_prompts(body))
+            if ids is fallback.TOKENIZE_TIMEOUT:
+                return _no(ids, ids)
+            not_here = ids
+        return await self._from_engines(base, body, replicas, not_here)
+
+    def _configured(self, base: str, asked: str | None) -> str | None:
+        """The name that the request's model has among the local tokenizers."""
+        models = set(self._local.models()) if self._local is not None else set()
+        return next((name for name in (base, asked) if name in models), None)
+
+    async def _from_engines(
+        self, base: str, body: RequestBody, replicas: Sequence[Replica], not_here: Fallback | None
+    ) -> Tokens:
         asked = tokenize_request(body)
         if asked is None:
-            return _no(fallback.UNREADABLE_PROMPT)
+            return _no(fallback.UNREADABLE_PROMPT, not_here)
         payload, prompts = asked
         key = xxh3_128_digest(payload)
-        kept = self._cache.get(key)
+        kept = self._cache.get(base, key)
         if kept is not None:
-            return Tokens(kept, prompts=prompts)
+            return Tokens(kept, prompts=prompts, not_here=not_here)
+        era = self._cache.era(base)
         answer = await self._ask_any(payload, replicas)
         if isinstance(answer, Fallback):
-            return _no(answer)
-        if len(answer) <= self._cache.maxsize:
-            self._cache[key] = answer
-        return Tokens(answer, prompts=prompts)
+            return _no(answer, not_here)
+        self._cache.put(base, era, key, answer)
+        return Tokens(answer, prompts=prompts, not_here=not_here)
+
+    async def ask(self, replica: Replica, payload: bytes) -> array[int] | Fallback:
+        """What one engine's ``/tokenize`` answers, in the time that it has."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._ask(replica, payload)
+        except TimeoutError:
+            return fallback.TOKENIZE_TIMEOUT
 
     async def _ask_any(self, payload: bytes, replicas: Sequence[Replica]) -> array[int] | Fallback:
         """Asks one replica; another one too if that fails, or is silent for a quarter of the deadline.

@@ -36,7 +36,9 @@ class Reader:
         self.hold.set()
         self.closed = False
 
-    def query(self, model: str, tokens: Any, *, lora_name: str | None, cache_salt: str | None) -> list[Any]:
+    def query(
+        self, model: str, tokens: Any, *, lora_name: str | None, cache_salt: str | None, keys: Any
+    ) -> list[Any]:
         self.threads.append(threading.current_thread().name)
         assert self.hold.wait(10)
         if self.failure is not None:

@@ -13,6 +13,7 @@ from aiohttp import web
 from router import fallback
 from router.prompt import read_body
 from router.replicas import Replica, parse_replica
+from router.token_cache import TokenCache
 from router.tokens import MISSING_FOR_S, SLOW_FOR_S, Tokenizer, tokenize_request, tokens_in_request
 
 
@@ -124,7 +125,7 @@ async def make(
 ) -> tuple[Any, Clock, list[Replica], Any]:
     clock = Clock()
     session = aiohttp.ClientSession()
-    tokenizer = Tokenizer(session, timeout_s=timeout_s, cache_tokens=cache_tokens, clock=clock)
+    tokenizer = Tokenizer(session, timeout_s=timeout_s, cache=TokenCache(cache_tokens), clock=clock)
     replicas = [Replica(parse_replica(f"e{number}={engine.url}")) for number, engine in enumerate(engines)]
     return tokenizer, clock, replicas, session
 

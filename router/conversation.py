@@ -1,0 +1,217 @@
+"""A chat as its template gets it, made of the request's JSON as vLLM makes it.
+
+vLLM checks messages and tools against schemas, which drops and reorders fields, and turns tool calls'
+arguments into objects (0.32: ``renderers/chat_utils.py``,
+``entrypoints/openai/chat_completion/protocol.py``). What is not sure to come out the same here raises
+InexactError: the engine is asked then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from router.prompt import RequestBody, given
+
+ContentFormat = Literal["string", "openai"]
+"""Whether a template gets a message's content as one text, or as a list of parts."""
+
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+_BILLING_HEADER = "x-anthropic-billing-header"
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "self",
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""Names that mean something to transformers' ``apply_chat_template`` before the template sees them."""
+
+
+class InexactError(Exception):
+    """What the engine's template would get is not known for sure; ``code`` is a bounded label that says
+    why.
+    """
+
+    def __init__(self, code: str) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """What a template is applied to, and whether the tokenizer adds special tokens of its own.
+
+    ``kwargs`` hold ``add_generation_prompt`` and ``continue_final_message`` too.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    kwargs: dict[str, Any]
+    add_special_tokens: bool = False
+
+
+def read_chat(body: RequestBody, content_format: ContentFormat) -> Chat:
+    """The chat of a request. Raises InexactError."""
+    if given(body.chat_template):
+        raise InexactError("chat-template-in-request")
+    messages = json.loads(bytes(body.messages))
+    if not isinstance(messages, list) or not messages:
+        raise InexactError("messages")
+    return Chat(
+        [_message(message, content_format) for message in messages],
+        _tools(json.loads(bytes(body.tools))) if given(body.tools) else None,
+        _kwargs(body),
+        _flag(body.add_special_tokens, False),
+    )
+
+
+def _flag(field: msgspec.Raw, default: bool) -> bool:
+    if not given(field):
+        return default
+    value = json.loads(bytes(field))
+    if not isinstance(value, bool):
+        raise InexactError("flag")
+    return value
+
+
+def _kwargs(body: RequestBody) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {}
+    if given(body.chat_template_kwargs):
+        kwargs = json.loads(bytes(body.chat_template_kwargs))
+        if not isinstance(kwargs, dict) or not _TEMPLATE_ARGUMENTS.isdisjoint(kwargs):
+            raise InexactError("chat-template-kwargs")
+    if given(body.reasoning_effort):
+        effort = json.loads(bytes(body.reasoning_effort))
+        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs["reasoning_effort"] = effort
+    if given(body.documents):
+        kwargs["documents"] = json.loads(bytes(body.documents))
+    return kwargs | {
+        "add_generation_prompt": _flag(body.add_generation_prompt, True),
+        "continue_final_message": _flag(body.continue_final_message, False),
+    }
+
+
+def _message(message: Any, content_format: ContentFormat) -> dict[str, Any]:
+    if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        raise InexactError("role")
+    role = message["role"]
+    made: dict[str, Any] = {"role": role, "content": _content(message.get("content"), role, content_format)}
+    if role == "assistant":
+        made |= _assistant(message)
+    elif role == "tool" and "tool_call_id" in message:
+        made["tool_call_id"] = message["tool_call_id"]
+    made |= {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+    return made
+
+
+def _content(content: Any, role: str, content_format: ContentFormat) -> str | list[dict[str, Any]]:
+    parts = (
+        [{"type": "text", "text": content}]
+        if isinstance(content, str)
+        else []
+        if content is None
+        else content
+    )
+    if not isinstance(parts, list):
+        raise InexactError("content")
+    made = [_part(part, role) for part in parts]
+    if role == "system" and any(part["text"].startswith(_BILLING_HEADER) for part in made):
+        raise InexactError("billing-header")
+    if content_format == "openai" and role != "tool":
+        return made
+    texts = [part["text"] for part in made]
+    return "\n".join(texts if content_format == "openai" else filter(None, texts))
+
+
+def _part(part: Any, role: str) -> dict[str, Any]:
+    if isinstance(part, str) and role == "user":
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise InexactError("content-part")
+    if not part.keys() <= {"type", "text", "cache_control"}:
+        raise InexactError("content-part")
+    return {"type": "text", "text": part["text"], **part}
+
+
+def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise InexactError("tool-calls")
+        made["tool_calls"] = [_tool_call(call) for call in calls]
+    reasoning = message.get("reasoning")
+    if reasoning is None:
+        reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise InexactError("reasoning")
+        made |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    return made
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """Its fields in the order of the schema, and the others, as ``index``, behind them."""
+    if not isinstance(call, dict) or call.get("type") != "function" or not isinstance(call.get("id"), str):
+        raise InexactError("tool-calls")
+    function = call.get("function")
+    if not isinstance(function, dict) or function.keys() != {"name", "arguments"}:
+        raise InexactError("tool-calls")
+    if not isinstance(function["name"], str) or not isinstance(function["arguments"], str):
+        raise InexactError("tool-calls")
+    function = {"arguments": _arguments(function["arguments"]), "name": function["name"]}
+    return {"id": call["id"], "function": function, "type": "function"} | {
+        name: value for name, value in call.items() if name not in ("id", "function", "type")
+    }
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """What is no JSON object becomes an empty one, as there."""
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError:
+        value = {}
+    return value if isinstance(value, dict) else {}
+
+
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list) or not tools:
+        raise InexactError("tools")
+    return [_tool(tool) for tool in tools]
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function" or "defer_loading" in tool:
+        raise InexactError("tools")
+    function = tool.get("function")
+    if not isinstance(function, dict) or "defer_loading" in function:
+        raise InexactError("tools")
+    name, description = function.get("name"), function.get("description")
+    parameters, strict = function.get("parameters"), function.get("strict")
+    if (
+        not isinstance(name, str)
+        or not isinstance(description, str | None)
+        or not isinstance(parameters, dict | None)
+        or not isinstance(strict, bool | None)
+    ):
+        raise InexactError("tools")
+    made: dict[str, Any] = {"name": name, "description": description, "parameters": parameters}
+    if strict is not None:
+        made["strict"] = strict
+    return {"type": "function", "function": made}

@@ -1,0 +1,123 @@
+"""Where a text may be cut so that the tokens of its pieces are the tokens of the whole.
+
+A fast tokenizer (``tokenizers`` 0.23: ``added_vocabulary.rs``, ``pre_tokenizer.rs``) finds the added tokens
+that are not normalised first, leftmost and longest, and handles what is between them piece by piece. So a
+text can be cut in front of such a token: the matches on both sides, and the pieces between them, stay what
+they were. Each piece but the first begins with the token that it was cut at, so nothing that belongs to the
+begin of a prompt (Metaspace's ``first``) happens inside of it. What could look across a cut ends cutting
+altogether: an added token that must be a word of its own, a random merge, a part of the tokenizer that is
+not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+_PRE_TOKENIZERS = frozenset(
+    {
+        "BertPreTokenizer",
+        "ByteLevel",
+        "CharDelimiterSplit",
+        "Digits",
+        "FixedLength",
+        "Metaspace",
+        "Punctuation",
+        "Split",
+        "UnicodeScripts",
+        "Whitespace",
+        "WhitespaceSplit",
+    }
+)
+"""Those that handle each piece by itself, ``Metaspace`` but for whether it is the prompt's first."""
+_NORMALIZERS = frozenset(
+    {
+        "BertNormalizer",
+        "ByteLevel",
+        "Lowercase",
+        "NFC",
+        "NFD",
+        "NFKC",
+        "NFKD",
+        "Nmt",
+        "Precompiled",
+        "Prepend",
+        "Replace",
+        "Strip",
+        "StripAccents",
+    }
+)
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """An added token and how it is looked for."""
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+
+
+class Cuts:
+    """Cuts texts for one tokenizer."""
+
+    def __init__(self, added: Iterable[AddedToken]) -> None:
+        raw = sorted(
+            (token for token in added if token.content and not token.normalized),
+            key=lambda token: len(token.content),
+            reverse=True,
+        )
+        # Longest first: a regular expression takes the first that fits, the tokenizer the longest.
+        self._added = re.compile("|".join(re.escape(token.content) for token in raw))
+        self._cutters = frozenset(
+            token.content for token in raw if not (token.lstrip or token.rstrip or token.content[0].isspace())
+        )
+
+    def pieces(self, text: str) -> list[str]:
+        """``text`` in pieces, each but the first beginning with an added token."""
+        cutters = self._cutters
+        at = [match.start() for match in self._added.finditer(text) if match.group() in cutters]
+        if not at or at[0] > 0:
+            at.insert(0, 0)
+        return [text[start:end] for start, end in zip(at, [*at[1:], len(text)], strict=True)]
+
+
+def cuts_of(backend: Any) -> Cuts | None:
+    """How texts may be cut for a ``tokenizers.Tokenizer``; None where that is not known to be exact."""
+    added = [
+        AddedToken(token.content, token.single_word, token.lstrip, token.rstrip, token.normalized)
+        for token in backend.get_added_tokens_decoder().values()
+    ]
+    usable = any(token.content and not token.normalized for token in added)
+    if not usable or any(token.single_word for token in added) or backend.encode_special_tokens:
+        return None
+    if getattr(backend.model, "dropout", None):
+        return None
+    known = _all_known(backend.pre_tokenizer, _PRE_TOKENIZERS) and _all_known(
+        backend.normalizer, _NORMALIZERS
+    )
+    return Cuts(added) if known else None
+
+
+def _all_known(part: Any, known: frozenset[str]) -> bool:
+    if part is None:
+        return True
+    try:
+        described = json.loads(part.__getstate__())
+    except Exception:  # a part that is written in Python cannot be described
+        return False
+    return _known(described, known)
+
+
+def _known(described: Any, known: frozenset[str]) -> bool:
+    if not isinstance(described, dict):
+        return False
+    if described.get("type") == "Sequence":
+        inner = described.get("pretokenizers") or described.get("normalizers") or []
+        return all(_known(one, known) for one in inner)
+    return described.get("type") in known

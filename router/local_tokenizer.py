@@ -1,0 +1,149 @@
+"""A model's tokenizer in this process: ``transformers``, with its chat template.
+
+Everything here may take long and is for worker threads. A loaded tokenizer is never changed, so threads
+share it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from xxhash import xxh3_128_digest
+
+from router.conversation import Chat, ContentFormat, InexactError
+from router.cuts import Cuts, cuts_of
+from router.errors import RouterError
+from router.token_cache import TokenCache
+
+log = logging.getLogger(__name__)
+
+
+class TokenizerLoadError(RouterError):
+    """A tokenizer that could not be loaded, and why."""
+
+
+class _Around(msgspec.Struct, frozen=True):
+    """The ids that the tokenizer puts in front of and behind a text, if it is asked to add special tokens."""
+
+    before: list[int]
+    behind: list[int]
+
+
+class LocalTokenizer:
+    """``name`` is what its tokens are kept under in ``cache``; no two tokenizers may share it."""
+
+    def __init__(self, tokenizer: Any, name: str, cache: TokenCache) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._name = name
+        self._cache = cache
+        self._cuts: Cuts | None = cuts_of(self._backend)
+        self._around = _around(self._backend)
+
+    @property
+    def cuts_texts(self) -> bool:
+        """Whether the turns of a conversation are tokenised one by one."""
+        return self._cuts is not None
+
+    def render(self, chat: Chat) -> str:
+        """The text of a chat. Raises InexactError where the template refuses it."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                chat.messages, tools=chat.tools, tokenize=False, **chat.kwargs
+            )
+        except Exception as error:  # templates raise what they like; the engine will say what it thinks of it
+            raise InexactError("template-refused") from error
+        if not isinstance(text, str):
+            raise InexactError("template-refused")
+        return text
+
+    def encode(self, text: str, add_special_tokens: bool) -> array[int]:
+        """The ids of a text, most of them from the cache if it goes on from one that was seen."""
+        if add_special_tokens and self._around is None:
+            return array("I", self._backend.encode(text, add_special_tokens=True).ids)
+        ids = array("I")
+        around = self._around if add_special_tokens else None
+        if around:
+            ids.extend(around.before)
+        if self._cuts is None:
+            ids.extend(self._backend.encode(text, add_special_tokens=False).ids)
+        else:
+            for number, piece in enumerate(self._cuts.pieces(text)):
+                ids.extend(self._piece(piece, first=number == 0))
+        if around:
+            ids.extend(around.behind)
+        return ids
+
+    def _piece(self, piece: str, *, first: bool) -> array[int]:
+        # The first piece is not like one of the same text further behind: it is the begin of the prompt.
+        digest = xxh3_128_digest(piece.encode("utf-8", "surrogatepass"), seed=int(first))
+        kept = self._cache.get(self._name, digest)
+        if kept is None:
+            kept = array("I", self._backend.encode(piece, add_special_tokens=False).ids)
+            self._cache.put(self._name, self._cache.era(self._name), digest, kept)
+        return kept
+
+    def content_format(self) -> ContentFormat:
+        """What the template seems to want of a message's content, where no engine can be asked: parts if it
+        goes through something called content.
+        """
+        template = self._tokenizer.chat_template
+        texts: Sequence[str] = list(template.values()) if isinstance(template, dict) else [template or ""]
+        return "openai" if any(_loops_over_content(text) for text in texts) else "string"
+
+
+def _loops_over_content(template: str) -> bool:
+    jinja2 = importlib.import_module("jinja2")
+    nodes = importlib.import_module("jinja2.nodes")
+    try:
+        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateError:
+        return False
+    for loop in parsed.find_all(nodes.For):
+        for node in [loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem, nodes.Name))]:
+            named = getattr(
+                node, "attr", getattr(node, "name", getattr(getattr(node, "arg", None), "value", None))
+            )
+            if named == "content":
+                return True
+    return False
+
+
+def _around(backend: Any) -> _Around | None:
+    """What is added to a text, found with one; None where that is not plain."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    places = [at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare]
+    if not bare or len(places) != 1:
+        return None
+    return _Around(full[: places[0]], full[places[0] + len(bare) :])
+
+
+def load_tokenizer(source: str, name: str, cache: TokenCache) -> LocalTokenizer:
+    """The tokenizer in a folder, or of a model on the Hugging Face hub (which may take as long as it takes).
+
+    Code that comes with a model is not run. Raises TokenizerLoadError.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        local = Path(source).is_dir()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, local_files_only=local
+        )
+        if not getattr(tokenizer, "is_fast", False):
+            raise TokenizerLoadError(f"{source} has no fast tokenizer (tokenizer.json)")
+        return LocalTokenizer(tokenizer, name, cache)
+    except TokenizerLoadError:
+        raise
+    except (
+        Exception
+    ) as error:  # from the network, from files, from the library: all of it is said and tried again
+        raise TokenizerLoadError(f"{source}: {type(error).__name__}: {error}") from error

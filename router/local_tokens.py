@@ -1,0 +1,226 @@
+"""Tokens from local tokenizers: loaded in the background, used in threads, trusted while engines agree.
+
+A model's tokenizer is one of these: ``loading``; ``failed`` (tried again after a while); ``unchecked``, as
+no engine was asked yet; ``agrees`` with the engines; ``differs`` from one; ``unverifiable``, as no engine
+has ``/tokenize``. Only one that agrees, or that cannot be verified, is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from events.logs import Throttled
+from router import fallback
+from router.conversation import ContentFormat, InexactError, read_chat
+from router.fallback import Fallback
+from router.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_tokenizer
+from router.prompt import RequestBody, given
+from router.token_cache import TokenCache
+from router.workers import Workers, WorkersBusyError
+
+log = logging.getLogger(__name__)
+
+RELOAD_AFTER_S = 300.0
+"""How long a tokenizer that could not be loaded is not tried again."""
+WAITING_PER_THREAD = 16
+
+State = Literal["loading", "failed", "unchecked", "agrees", "differs", "unverifiable"]
+Loader = Callable[[str, str, TokenCache], LocalTokenizer]
+FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """A local tokenizer as ``/debug/tokenizers`` shows it."""
+
+    model: str
+    source: str
+    state: State
+    error: str | None
+    content_format: ContentFormat | None
+    cuts_texts: bool | None
+
+
+class _Local:
+    """One model's tokenizer. Changed on the loop only."""
+
+    def __init__(self, model: str, source: str) -> None:
+        self.model = model
+        self.source = source
+        self.state: State = "loading"
+        self.error: str | None = None
+        self.tokenizer: LocalTokenizer | None = None
+        self.content_format: ContentFormat | None = None
+        self.reload_at = float("-inf")
+        self.load: asyncio.Future[LocalTokenizer] | None = None
+        self.loads = 0
+
+    def told(self) -> Told:
+        return Told(
+            model=self.model,
+            source=self.source,
+            state=self.state,
+            error=self.error,
+            content_format=self.content_format,
+            cuts_texts=self.tokenizer.cuts_texts if self.tokenizer else None,
+        )
+
+
+class LocalTokens:
+    """The local tokenizers, by model. ``sources`` are folders or names on the hub.
+
+    ``changed`` is called when one was loaded, or could not be.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        cache: TokenCache,
+        *,
+        threads: int,
+        timeout_s: float,
+        load: Loader = load_tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._locals = {model: _Local(model, source) for model, source in sources.items()}
+        self._cache = cache
+        self._timeout_s = timeout_s
+        self._load = load
+        self._clock = clock
+        self._throttled = Throttled(log, clock)
+        # A load may hang on the network for good, so each has a thread of its own and none is behind another.
+        self._loaders = Workers("tokenizer-load", len(self._locals), len(self._locals))
+        self._workers = Workers("tokenize", threads, threads * WAITING_PER_THREAD)
+        self.changed: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        """Begins to load all of them."""
+        for local in self._locals.values():
+            self._begin_load(local)
+
+    def close(self) -> None:
+        self._loaders.close()
+        self._workers.close()
+
+    def models(self) -> Iterable[str]:
+        """The models that have a local tokenizer."""
+        return self._locals.keys()
+
+    def told(self) -> list[Told]:
+        """All of them, for people."""
+        return [local.told() for local in self._locals.values()]
+
+    def state(self, model: str) -> State | None:
+        """None for a model without a local tokenizer."""
+        return local.state if (local := self._locals.get(model)) else None
+
+    async def tokens(self, model: str, body: RequestBody) -> array[int] | Fallback:
+        """The ids of a request's text or chat, or why they cannot be told here."""
+        local = self._locals[model]
+        self._begin_load(local)
+        if local.state not in ("agrees", "unverifiable"):
+            return fallback.local(local.state)
+        try:
+            return await self._in_thread(local, body, local.content_format or "string")
+        except InexactError as error:
+            return fallback.inexact(error.code)
+        except WorkersBusyError:
+            return fallback.TOKENIZE_BUSY
+        except TimeoutError:
+            return fallback.TOKENIZE_TIMEOUT
+        except Exception as error:
+            # The engine can still be asked. The message could quote the prompt.
+            self._throttled.warning(model, "a local tokenizer failed: %s", type(error).__name__)
+            return fallback.inexact("error")
+
+    async def made(self, model: str, body: RequestBody) -> dict[ContentFormat, array[int]]:
+        """What the model's tokenizer, trusted or not, makes of a request, by how content is given to the
+        template.
+
+        A way that the template refuses is left out. Raises WorkersBusyError and TimeoutError.
+        """
+        made: dict[ContentFormat, array[int]] = {}
+        for form in FORMATS:
+            with contextlib.suppress(InexactError):
+                made[form] = await self._in_thread(self._locals[model], body, form)
+        return made
+
+    def judge(self, model: str, agreeing: set[ContentFormat]) -> None:
+        """An engine was asked: the ways of giving content with which all ids were the engine's."""
+        local = self._locals[model]
+        if local.tokenizer is None:
+            return
+        best = local.content_format or local.tokenizer.content_format()
+        local.content_format = best if best in agreeing else next(iter(sorted(agreeing)), None)
+        local.state = "agrees" if agreeing else "differs"
+
+    def doubt(self, model: str) -> None:
+        """The engines may have changed: not to be used before they were asked again."""
+        local = self._locals[model]
+        if local.state in ("agrees", "differs", "unverifiable"):
+            local.state = "unchecked"
+
+    def unverifiable(self, model: str) -> None:
+        """No engine of the model can be asked: it is taken at the word of whoever configured it."""
+        local = self._locals[model]
+        if local.tokenizer is not None and local.state == "unchecked":
+            local.content_format = local.content_format or local.tokenizer.content_format()
+            local.state = "unverifiable"
+
+    async def _in_thread(self, local: _Local, body: RequestBody, form: ContentFormat) -> array[int]:
+        assert local.tokenizer is not None
+        work = self._workers.run(partial(_tokens, local.tokenizer, body, form))
+        async with asyncio.timeout(self._timeout_s):
+            return await work
+
+    def _begin_load(self, local: _Local) -> None:
+        if local.load is not None or local.tokenizer is not None or self._clock() < local.reload_at:
+            return
+        local.loads += 1
+        name = f"{local.model}#{local.loads}"
+        local.load = self._loaders.run(partial(self._load, local.source, name, self._cache))
+        local.load.add_done_callback(partial(self._end_load, local))
+
+    def _end_load(self, local: _Local, load: asyncio.Future[LocalTokenizer]) -> None:
+        local.load = None
+        if load.cancelled():
+            return
+        try:
+            local.tokenizer = load.result()
+        except TokenizerLoadError as error:
+            local.state, local.error = "failed", str(error)
+            local.reload_at = self._clock() + RELOAD_AFTER_S
+            log.warning(
+                "no local tokenizer for model %s, engines are asked; tried again in %g s: %s",
+                local.model,
+                RELOAD_AFTER_S,
+                error,
+            )
+            self.changed()
+            return
+        local.state, local.error = "unchecked", None
+        log.info("loaded the tokenizer of model %s from %s", local.model, local.source)
+        self.changed()
+
+
+def _tokens(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int]:
+    """In a thread: the ids of a chat or of the first text. Raises InexactError."""
+    if given(body.messages):
+        chat = read_chat(body, form)
+        return tokenizer.encode(tokenizer.render(chat), chat.add_special_tokens)
+    try:
+        prompt = msgspec.json.decode(body.prompt, type=str | list[str])
+    except msgspec.MsgspecError as error:
+        raise InexactError("prompt") from error
+    add = msgspec.json.decode(body.add_special_tokens) if given(body.add_special_tokens) else True
+    if not isinstance(add, bool):
+        raise InexactError("flag")
+    return tokenizer.encode(prompt if isinstance(prompt, str) else prompt[0], add)

@@ -1,0 +1,235 @@
+"""Whether local tokenizers still give the engines' ids: a few probes are compared, at the start, when an
+engine came back, and now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from events.logs import Throttled
+from router import fallback
+from router.conversation import ContentFormat
+from router.fallback import Fallback
+from router.fleet import Fleet
+from router.local_tokens import FORMATS, LocalTokens, Told
+from router.metrics import RouterMetrics
+from router.prompt import RequestBody, read_body
+from router.replicas import Health, Replica
+from router.token_cache import TokenCache
+from router.tokens import tokenize_request
+from router.workers import WorkersBusyError
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+"""When engines that could not be asked, and no other has answered for them, are asked again."""
+
+_TEXT = "Grüße, 你好 \U0001f469\u200d\U0001f467 e\u0301 12345 \t\n\n  a_b(c) {}\u00a0 don't"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": _TEXT,
+        "parameters": {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "number"}}},
+    },
+}
+_CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look_up", "arguments": '{"z": "ä", "a": 1.5}'},
+}
+_USER = {"role": "user", "content": _TEXT}
+_PARTS = [{"type": "text", "text": " one "}, {"type": "text", "text": "two\n"}]
+PROBES: tuple[dict[str, object], ...] = (
+    {"prompt": _TEXT},
+    {"prompt": _TEXT, "add_special_tokens": False},
+    {"messages": [{"role": "system", "content": "  Be brief. "}, _USER]},
+    {"messages": [{"role": "user", "content": _PARTS}]},
+    {"messages": [_USER, {"role": "assistant", "content": "\n\nyes "}, _USER], "tools": [_TOOL]},
+    {
+        "messages": [
+            _USER,
+            {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "call00001", "content": _PARTS},
+        ],
+        "tools": [_TOOL],
+    },
+    {
+        "messages": [_USER, {"role": "assistant", "content": "It is"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    },
+    {"messages": [_USER], "chat_template_kwargs": {"enable_thinking": False}},
+)
+
+AskEngine = Callable[[Replica, bytes], Awaitable["array[int] | Fallback"]]
+Made = dict[ContentFormat, "array[int]"]
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One engine against the local tokenizer: the ways to give content that agree in all of ``probes``, those
+    that both sides could tokenise.
+    """
+
+    agreeing: frozenset[ContentFormat]
+    probes: int
+
+
+def compare(made: Sequence[Made], answered: Sequence[array[int] | None]) -> Compared:
+    """``made`` here, for each probe by the way to give content; ``answered`` there, None where refused."""
+    both = [
+        (ours, theirs) for ours, theirs in zip(made, answered, strict=True) if ours and theirs is not None
+    ]
+    agreeing = [form for form in FORMATS if all(ours.get(form) == theirs for ours, theirs in both)]
+    return Compared(frozenset(agreeing), len(both))
+
+
+class TokenCheck:
+    """The task that compares. ``ask`` asks an engine's ``/tokenize``."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        local: LocalTokens,
+        cache: TokenCache,
+        metrics: RouterMetrics,
+        ask: AskEngine,
+        *,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._local = local
+        self._cache = cache
+        self._metrics = metrics
+        self._ask = ask
+        self._interval_s = interval_s
+        self._clock = clock
+        self._up: set[str] = set()
+        self._woken = asyncio.Event()
+        self._throttled = Throttled(log, clock)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="token check")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def noticed(self) -> None:
+        """Something changed in the fleet. What is known of the models of an engine that came up is doubted at
+        once: it may have come back with another tokenizer.
+        """
+        up = {name for name, replica in self._fleet.replicas.items() if replica.health is Health.UP}
+        for name in up - self._up:
+            self._doubt(self._fleet.replicas[name])
+        self._up = up
+        self.wake()
+
+    def told(self) -> list[Told]:
+        """The local tokenizers, for people."""
+        return self._local.told()
+
+    def wake(self) -> None:
+        """Compares what was not compared yet."""
+        self._woken.set()
+
+    def _doubt(self, replica: Replica) -> None:
+        for model in self._local.models():
+            if replica.models is None or replica.resolve(model) is not None:
+                self._local.doubt(model)
+        if replica.models is not None:
+            self._cache.forget(replica.models.model)
+
+    async def _run(self) -> None:
+        all_at = self._clock()
+        while True:
+            self._woken.clear()
+            everything = self._clock() >= all_at
+            if everything:
+                all_at = self._clock() + self._interval_s
+            for model in self._local.models():
+                if everything or self._local.state(model) == "unchecked":
+                    await self._check_safely(model)
+            unsure = any(self._local.state(model) == "unchecked" for model in self._local.models())
+            await self._pause(min(RETRY_S, self._interval_s) if unsure else max(0.0, all_at - self._clock()))
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+
+    async def _check_safely(self, model: str) -> None:
+        try:
+            await self.check(model)
+        except Exception:
+            # Without this task a tokenizer that is not trusted would never be again.
+            log.exception("comparing the tokenizer of model %s with its engines failed", model)
+
+    async def check(self, model: str) -> None:
+        """Compares the model's local tokenizer with every engine that serves it now."""
+        if self._local.state(model) in (None, "loading", "failed"):
+            return
+        replicas = [r for r in self._fleet.usable() if r.resolve(model) is not None]
+        bodies = [read_body(msgspec.json.encode({"model": model, **probe})) for probe in PROBES]
+        try:
+            made = [await self._local.made(model, body) for body in bodies]
+        except (WorkersBusyError, TimeoutError):
+            self._metrics.tokenizer_checks.labels(model, "not-made").inc()
+            return
+        answers = await asyncio.gather(*(self._answers(replica, bodies) for replica in replicas))
+        agreeing: set[ContentFormat] = set(FORMATS)
+        compared = 0
+        for replica, answered in zip(replicas, answers, strict=True):
+            if isinstance(answered, Fallback):
+                self._metrics.tokenizer_checks.labels(model, "not-asked").inc()
+                continue
+            result = compare(made, answered)
+            if not result.probes:
+                self._metrics.tokenizer_checks.labels(model, "nothing-to-compare").inc()
+                continue
+            compared += 1
+            agreeing &= result.agreeing
+            self._say(model, replica, result)
+        if compared:
+            self._local.judge(model, agreeing)
+        elif replicas and all(answer is fallback.TOKENIZE_MISSING for answer in answers):
+            self._local.unverifiable(model)
+
+    def _say(self, model: str, replica: Replica, result: Compared) -> None:
+        self._metrics.tokenizer_checks.labels(model, "agrees" if result.agreeing else "differs").inc()
+        if not result.agreeing:
+            self._throttled.warning(
+                f"{model} {replica.name}",
+                "the local tokenizer of model %s gives other ids than replica %s: it is not used until they"
+                " agree; give the engine's own files to --tokenizer, chat template included",
+                model,
+                replica.name,
+            )
+
+    async def _answers(
+        self, replica: Replica, bodies: Sequence[RequestBody]
+    ) -> list[array[int] | None] | Fallback:
+        """The engine's ids of each body, None for one that it refuses; why not, where it cannot be asked."""
+        answers: list[array[int] | None] = []
+        for body in bodies:
+            asked = tokenize_request(body)
+            assert asked is not None, "probes can be asked"
+            answer = await self._ask(replica, asked[0])
+            if isinstance(answer, Fallback):
+                if answer is not fallback.TOKENIZE_REFUSED:
+                    return answer
+                answers.append(None)
+            else:
+                answers.append(answer)
+        return answers

@@ -1,0 +1,89 @@
+"""Threads for work that must not hold the event loop, a bounded number with a bounded queue.
+
+They are daemons, unlike those of ``concurrent.futures``: work that never ends (a template that loops, a hub
+that does not answer) must not keep the process from going down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
+
+
+class WorkersBusyError(Exception):
+    """Too much is waiting for a thread."""
+
+
+class Workers:
+    """``threads`` threads, started when there is work; at most ``waiting`` jobs wait for one."""
+
+    def __init__(self, name: str, threads: int, waiting: int) -> None:
+        self._name = name
+        self._most = threads
+        self._threads = 0
+        self._idle = 0
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting = waiting
+        self._lock = threading.Lock()
+
+    def run(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        """What ``work`` returns or raises, once a thread has done it; a cancelled job that waits is not
+        begun.
+
+        Raises WorkersBusyError.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_T] = loop.create_future()
+        with self._lock:
+            if self._jobs.qsize() >= self._waiting:
+                raise WorkersBusyError
+            self._jobs.put((loop, future, work))
+            if self._idle < self._jobs.qsize() and self._threads < self._most:
+                self._threads += 1
+                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Ends the threads that wait; the others end with what they do."""
+        for _ in range(self._most):
+            self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            job = self._jobs.get()
+            with self._lock:
+                self._idle -= 1
+            if job is None:
+                return
+            self._do(*job)
+
+    @staticmethod
+    def _do(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
+        if future.cancelled():
+            return
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        try:
+            loop.call_soon_threadsafe(_settle, future, result, error)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+tokenizers = pytest.importorskip("tokenizers", reason="the extra local-tokenizer is not installed")
+from tokenizers import AddedToken as Added  # noqa: E402
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
+
+from router.cuts import AddedToken, Cuts, cuts_of  # noqa: E402
+from router.local_tokenizer import LocalTokenizer  # noqa: E402
+from router.token_cache import TokenCache  # noqa: E402
+from tests.router.chats import ODD  # noqa: E402
+
+SPECIAL = ["<s>", "</s>", "<|a|>", "<|a|><|b|>", "|><|", "<|ab", "<think>"]
+FRAGMENTS = [
+    *ODD,
+    *SPECIAL,
+    *"ab< >|/\n\té",
+    "<s",
+    "s>",
+    "[W]",
+    " [L]",
+    "[R] ",
+    "[N]",
+    "[n]",
+    "word",
+    " word",
+    "Word-Wörd",
+    "\u2581",
+    "</s><s>",
+    "ab" * 5,
+]
+CORPUS = ["the word is a word, ab abab <s> Word Grüße 123", " ".join(ODD), "def f(x): return x"] * 3
+
+
+class Holder:
+    """What the router needs of a transformers tokenizer to encode."""
+
+    chat_template = None
+
+    def __init__(self, backend: Any) -> None:
+        self.backend_tokenizer = backend
+
+
+def byte_level(prefix_space: bool = False, **model: Any) -> Any:
+    backend = Tokenizer(models.BPE(**model))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    return backend
+
+
+def metaspace(scheme: str, split: bool = True) -> Any:
+    backend = Tokenizer(models.BPE(unk_token="?", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=["?"]))
+    return backend
+
+
+def legacy_llama() -> Any:
+    backend = Tokenizer(models.BPE(unk_token="?", fuse_unk=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=["?"]))
+    return backend
+
+
+def bert() -> Any:
+    backend = Tokenizer(models.WordPiece(unk_token="?"))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["?"]))
+    return backend
+
+
+def unigram() -> Any:
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFKC(), normalizers.Strip(), normalizers.Lowercase()]
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.train_from_iterator(
+        CORPUS, trainers.UnigramTrainer(vocab_size=150, special_tokens=["?"], unk_token="?")
+    )
+    return backend
+
+
+def tiktoken_like() -> Any:
+    backend = byte_level(ignore_merges=True)
+    backend.normalizer = normalizers.NFC()
+    pattern = Regex(r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+|[^\r\n\p{L}\p{N}]?\p{L}+")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(pattern, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    return backend
+
+
+def with_added(backend: Any) -> Any:
+    backend.add_special_tokens([Added(text, normalized=False) for text in SPECIAL])
+    backend.add_tokens([Added("[N]", normalized=True), Added("\u2581\u2581", normalized=True)])
+    backend.add_special_tokens([Added("[L]", lstrip=True), Added("[R]", rstrip=True), Added("  ")])
+    ids = {name: backend.token_to_id(name) for name in ("<s>", "</s>")}
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=list(ids.items())
+    )
+    return backend
+
+
+BACKENDS = {
+    "byte-level": byte_level(),
+    "byte-level with a space in front": byte_level(prefix_space=True),
+    "tiktoken-like": tiktoken_like(),
+    "metaspace first": metaspace("first"),
+    "metaspace first, not split": metaspace("first", split=False),
+    "metaspace always": metaspace("always"),
+    "metaspace never": metaspace("never"),
+    "legacy llama": legacy_llama(),
+    "bert": bert(),
+    "unigram": unigram(),
+}
+LOCAL = {
+    name: LocalTokenizer(Holder(with_added(backend)), name, TokenCache(1_000_000))
+    for name, backend in BACKENDS.items()
+}
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@settings(max_examples=100, deadline=None)
+@given(parts=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=8), max_size=14), add=st.booleans())
+def test_ix09_a_text_in_pieces_has_the_tokens_of_the_whole(kind: str, parts: list[str], add: bool) -> None:
+    text = "".join(parts)
+    local = LOCAL[kind]
+    assert local.cuts_texts
+    whole = array("I", BACKENDS[kind].encode(text, add_special_tokens=add).ids)
+    assert local.encode(text, add) == whole
+    assert local.encode(text, add) == whole, "from the cache"
+
+
+@settings(deadline=None)
+@given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14))
+def test_pieces_are_the_text_and_begin_with_a_token(parts: list[str]) -> None:
+    text = "".join(parts)
+    pieces = Cuts([AddedToken(content) for content in SPECIAL]).pieces(text)
+    assert "".join(pieces) == text
+    assert all(piece.startswith(tuple(SPECIAL)) for piece in pieces[1:])
+
+
+def test_a_longer_token_wins_as_it_does_in_the_tokenizer() -> None:
+    cuts = Cuts([AddedToken("<a>"), AddedToken("<a><b>"), AddedToken("<b>")])
+    assert cuts.pieces("x<a><b><b><a>") == ["x", "<a><b>", "<b>", "<a>"]
+
+
+def test_no_cut_where_a_token_takes_spaces_along_or_is_only_found_in_normalised_text() -> None:
+    cuts = Cuts(
+        [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("<n>", normalized=True)]
+    )
+    assert cuts.pieces("x <l> <r> <n> y") == ["x <l> <r> <n> y"]
+
+
+def spoiled_by_a_word(backend: Any) -> None:
+    backend.add_special_tokens([Added("<word>", single_word=True)])
+
+
+def spoiled_by_chance(backend: Any) -> None:
+    backend.model.dropout = 0.5
+
+
+def spoiled_by_an_unknown_part(backend: Any) -> None:
+    class Own:
+        def pre_tokenize(self, text: Any) -> None: ...
+
+    backend.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Own())
+
+
+@pytest.mark.parametrize("spoil", [spoiled_by_a_word, spoiled_by_chance, spoiled_by_an_unknown_part])
+def test_what_could_look_across_a_cut_ends_cutting(spoil: Any) -> None:
+    backend = byte_level()
+    backend.add_special_tokens(["<s>"])
+    assert cuts_of(backend) is not None
+    spoil(backend)
+    assert cuts_of(backend) is None
+
+
+def test_a_tokenizer_without_special_tokens_is_not_cut() -> None:
+    assert cuts_of(byte_level()) is None

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from indexer.keys import prompt_keys
+from router import key_cache
+from router.key_cache import SEGMENT_TOKENS, KeyCache, Keys
+
+PROMPT = array("I", range(5 * SEGMENT_TOKENS + 100))
+
+
+def tokens_of(ends: list[tuple[int, int]]) -> array[int]:
+    """A prompt that goes through runs of equal tokens, so that prompts have prefixes in common."""
+    ids = array("I")
+    for token, length in ends:
+        ids.extend([token] * length)
+    return ids
+
+
+PROMPTS = st.lists(
+    st.tuples(st.integers(0, 1), st.sampled_from([1, 15, 16, 1008, 1024, 2048])), max_size=5
+).map(tokens_of)
+QUERIES = st.lists(
+    st.tuples(
+        PROMPTS,
+        st.fixed_dictionaries(
+            {
+                "model": st.sampled_from(["a", "b"]),
+                "block_size": st.sampled_from([1, 16, 32, 48, 528, 1024, 2048]),
+                "lora_name": st.sampled_from([None, "", "l", "k"]),
+                "cache_salt": st.sampled_from([None, "", "l", "s"]),
+                "additional_salt": st.sampled_from([None, "", "t"]),
+                "epoch": st.sampled_from([0, 3]),
+            }
+        ),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(queries=QUERIES, size=st.sampled_from([0, 100, 300, 100_000]))
+def test_cached_keys_are_the_keys(queries: list[tuple[array[int], dict[str, Any]]], size: int) -> None:
+    cache = KeyCache(size)
+    for tokens, what in queries:
+        assert list(cache.prompt_keys(tokens, **what)) == prompt_keys(tokens, **what)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": "n"},
+        {"lora_name": "l"},
+        {"cache_salt": "s"},
+        {"block_size": 32},
+        {"additional_salt": "t"},
+        {"epoch": 1},
+    ],
+)
+def test_keys_of_another_model_adapter_salt_or_block_size_are_others(other: dict[str, Any]) -> None:
+    cache = KeyCache(100_000)
+    plain = {"model": "m", "block_size": 16}
+    mine = list(cache.prompt_keys(PROMPT, **plain))  # type: ignore[arg-type]
+    theirs = list(cache.prompt_keys(PROMPT, **plain | other))  # type: ignore[arg-type]
+    assert not set(mine) & set(theirs)
+    assert theirs == prompt_keys(PROMPT, **plain | other)  # type: ignore[arg-type]
+
+
+def test_only_what_is_new_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KeyCache(100_000)
+    cache.prompt_keys(PROMPT, model="m", block_size=16)
+    hashed: list[int] = []
+    real = key_cache.local_hashes
+
+    def counted(tokens: array[int], block_size: int) -> list[bytes]:
+        hashed.append(len(tokens))
+        return real(tokens, block_size)
+
+    monkeypatch.setattr(key_cache, "local_hashes", counted)
+    assert cache.known_tokens(PROMPT, None, None) == 5 * SEGMENT_TOKENS
+    assert cache.known_tokens(PROMPT, "l", None) == cache.known_tokens(PROMPT, None, "s") == 0
+    cache.prompt_keys(PROMPT + array("I", [7] * 200), model="m", block_size=16)
+    assert hashed == [300]
+
+
+def test_the_cache_is_bounded_by_its_blocks() -> None:
+    cache = KeyCache(1000)
+    for number in range(100):
+        cache.prompt_keys(array("I", [number] * 3 * SEGMENT_TOKENS), model="m", block_size=16)
+    kept = sum(
+        cache.known_tokens(array("I", [number] * 3 * SEGMENT_TOKENS), None, None) for number in range(100)
+    )
+    assert SEGMENT_TOKENS <= kept <= 1000 * 16
+
+
+def test_keys_are_a_sequence() -> None:
+    keys = Keys(b"aaaaaaaabbbbbbbbcccccccc")
+    assert (len(keys), keys[0], keys[-1], keys[1:]) == (3, b"a" * 8, b"c" * 8, [b"b" * 8, b"c" * 8])
+    assert list(keys) == [b"a" * 8, b"b" * 8, b"c" * 8]
+    for outside in (3, -4):
+        with pytest.raises(IndexError):
+            keys[outside]

@@ -1,0 +1,188 @@
+"""Over real sockets: engines that tokenise with ``transformers``, and a router that has, or has not, their
+tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+transformers = pytest.importorskip("transformers", reason="the extra local-tokenizer is not installed")
+
+from router.conversation import ContentFormat, InexactError, read_chat  # noqa: E402
+from router.prompt import read_body  # noqa: E402
+from router.token_check import compare  # noqa: E402
+from tests.router import small_tokenizer  # noqa: E402
+from tests.router.chats import chat  # noqa: E402
+
+
+class Tokenize:
+    """An engine's ``/tokenize``, by the tokenizer in a folder."""
+
+    def __init__(self, folder: str, form: ContentFormat = "string") -> None:
+        self.use(folder)
+        self.form = form
+        self.asked = 0
+
+    def use(self, folder: str) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def ids(self, fields: dict[str, Any]) -> list[int]:
+        if "prompt" in fields:
+            add = fields.get("add_special_tokens", True)
+            return list(self.tokenizer(fields["prompt"], add_special_tokens=add)["input_ids"])
+        said = read_chat(read_body(json.dumps(fields).encode()), self.form)
+        text = self.tokenizer.apply_chat_template(
+            said.messages, tools=said.tools, tokenize=False, **said.kwargs
+        )
+        return list(self.tokenizer(text, add_special_tokens=said.add_special_tokens)["input_ids"])
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        try:
+            return web.json_response({"tokens": self.ids(await request.json())})
+        except (InexactError, TypeError, ValueError):
+            return web.json_response({"error": {"message": "no"}}, status=400)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    return {
+        "one": small_tokenizer.save(root / "one"),
+        "two": small_tokenizer.save(root / "two", words="quite other words " * 30),
+        "parts": small_tokenizer.save(root / "parts", small_tokenizer.PARTS),
+    }
+
+
+def state(router: Any) -> Any:
+    return router.parts.tokenizers()[0].state
+
+
+async def test_ix09_the_engines_ids_come_from_the_local_tokenizer_without_asking(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    theirs = Tokenize(folders["one"])
+    engine = await start_engine(tokenize=theirs)
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folders['one']}",))
+    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    asked, rng = theirs.asked, random.Random(3)
+    for _ in range(40):
+        fields = {"model": "m", **chat(rng)}
+        async with router.client.post(f"{router.url}/v1/chat/completions", json=fields) as response:
+            assert response.status == 200
+        if lookup.asked:
+            assert lookup.asked.pop()[1] == array("I", theirs.ids(fields))
+    await router.complete("plain text", add_special_tokens=False)
+    assert lookup.asked.pop()[1] == array(
+        "I", theirs.ids({"prompt": "plain text", "add_special_tokens": False})
+    )
+    refused = await router.metric("tokenize_fallback_total", reason="inexact-template-refused")
+    assert theirs.asked - asked == refused < 20
+    told = (await router.get("/debug/tokenizers"))["tokenizers"]
+    assert told == [
+        {
+            "model": "m",
+            "source": folders["one"],
+            "state": "agrees",
+            "error": None,
+            "content_format": "string",
+            "cuts_texts": True,
+        }
+    ]
+
+
+async def test_ix09_a_tokenizer_that_gives_other_ids_is_an_alert_and_is_not_used_until_it_agrees(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = Tokenize(folders["two"])
+    engine = await start_engine(tokenize=theirs)
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(
+        engine, lookup=lookup, tokenizer=(f"m={folders['one']}",), tokenizer_check_interval_s=0.05
+    )
+    await kit.wait_until(lambda: state(router) == "differs", "a difference is seen")
+    assert "gives other ids than replica e0" in caplog.text
+    assert await router.metric("tokenizer_checks_total", model="m", outcome="differs") >= 1
+    await router.complete("some other words")
+    assert lookup.asked.pop()[1] == array("I", theirs.ids({"prompt": "some other words"}))
+    assert await router.metric("tokenize_fallback_total", reason="local-differs") == 1
+    theirs.use(folders["one"])
+    await kit.wait_until(lambda: state(router) == "agrees", "it agrees again")
+
+
+async def test_ix09_one_engine_of_several_that_differs_is_enough(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    engines = [await start_engine(tokenize=Tokenize(folders[name])) for name in ("one", "two")]
+    router = await start_router(*engines, tokenizer=(f"m={folders['one']}",))
+    await kit.wait_until(lambda: state(router) == "differs", "a difference is seen")
+
+
+async def test_ix09_the_way_to_give_content_is_learned_from_the_engine(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    engine = await start_engine(tokenize=Tokenize(folders["parts"], "openai"))
+    router = await start_router(engine, tokenizer=(f"m={folders['parts']}",))
+    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    assert router.parts.tokenizers()[0].content_format == "openai"
+
+
+async def test_ix09_an_engine_that_comes_back_with_another_tokenizer_is_noticed_at_once(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    theirs = Tokenize(folders["one"])
+    engine = await start_engine(tokenize=theirs)
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folders['one']}",))
+    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    engine.health_status = 503
+    await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].health == "down", "the engine is down")
+    theirs.use(folders["two"])
+    engine.health_status = 200
+    await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].health == "up", "the engine is back")
+    await router.complete("quite other words")
+    assert lookup.asked.pop()[1] == array("I", theirs.ids({"prompt": "quite other words"}))
+    await kit.wait_until(lambda: state(router) == "differs", "the difference is seen")
+
+
+async def test_what_engines_tokenised_is_forgotten_when_one_comes_back(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    theirs = Tokenize(folders["one"])
+    engine = await start_engine(tokenize=theirs)
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(engine, lookup=lookup)
+    await router.complete("quite other words")
+    engine.health_status = 503
+    await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].health == "down", "the engine is down")
+    theirs.use(folders["two"])
+    engine.health_status = 200
+    await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].health == "up", "the engine is back")
+    await router.complete("quite other words")
+    old, new = lookup.asked[-2][1], lookup.asked[-1][1]
+    assert old != new == array("I", theirs.ids({"prompt": "quite other words"}))
+
+
+async def test_without_tokenize_the_configured_tokenizer_is_used_unverified(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    engine = await start_engine(tokenize=None)
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folders['one']}",))
+    await kit.wait_until(lambda: state(router) == "unverifiable", "the engine was asked")
+    await router.complete("the word")
+    assert lookup.asked.pop()[1] == array("I", Tokenize(folders["one"]).ids({"prompt": "the word"}))
+
+
+def test_probes_that_one_side_refuses_are_not_compared() -> None:
+    a, b = array("I", [1]), array("I", [2])
+    assert compare([{}, {"string": a, "openai": a}], [a, None]).probes == 0
+    result = compare([{"string": a, "openai": b}, {"string": a}, {}], [a, a, a])
+    assert (result.agreeing, result.probes) == ({"string"}, 2)

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from router.workers import Workers, WorkersBusyError
+
+
+async def test_work_is_done_in_threads_and_its_errors_come_back() -> None:
+    workers = Workers("w", 2, 8)
+    names = await asyncio.gather(*(workers.run(lambda: threading.current_thread().name) for _ in range(5)))
+    assert set(names) == {"w"}
+    with pytest.raises(ZeroDivisionError):
+        await workers.run(lambda: 1 // 0)
+    workers.close()
+
+
+async def test_px13_what_waits_is_bounded_and_what_was_given_up_is_not_begun() -> None:
+    workers, hold, done = Workers("w", 1, 2), threading.Event(), []
+    started = threading.Event()
+
+    def work(number: int) -> None:
+        started.set()
+        hold.wait(10)
+        done.append(number)
+
+    first = workers.run(lambda: work(1))
+    await asyncio.to_thread(started.wait, 10)
+    second, third = workers.run(lambda: work(2)), workers.run(lambda: work(3))
+    with pytest.raises(WorkersBusyError):
+        workers.run(lambda: work(4))
+    second.cancel()
+    hold.set()
+    await asyncio.gather(first, third)
+    assert done == [1, 3]
+    workers.close()
+
+
+async def test_threads_are_daemons_and_no_more_than_said() -> None:
+    workers, hold = Workers("w-many", 3, 100), threading.Event()
+    jobs: list[Any] = [workers.run(lambda: hold.wait(10)) for _ in range(10)]
+    threads = [thread for thread in threading.enumerate() if thread.name == "w-many"]
+    assert len(threads) == 3
+    assert all(thread.daemon for thread in threads)
+    hold.set()
+    await asyncio.gather(*jobs)
+    workers.close()
