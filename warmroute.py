@@ -524,6 +524,54 @@ def demo(as_json: bool, seed: int) -> None:
 
 
 @main.command()
+@click.argument("trace")
+@click.option(
+    "--policy",
+    "policies",
+    default="cache-aware,lowest-ttft,least-loaded,round-robin",
+    show_default=True,
+    help="Policies, separated by commas; `pooled` is the limit: one cache as large as all, and no load.",
+)
+@click.option("--replicas", default=8, show_default=True)
+@click.option("--cache-tokens", default=1_000_000, show_default=True, help="Of each replica.")
+@click.option("--prefill-rate", default=4700.0, show_default=True, help="Tokens/s of each replica.")
+@click.option(
+    "--decode-rate",
+    type=float,
+    help="Tokens/s of each request; a request then keeps its blocks until its answer is done.",
+)
+@click.option("--routers", default=1, show_default=True, help="Routers that share events and metrics alone.")
+@click.option(
+    "--event-delay-s", default=0.01, show_default=True, help="From a cache to the index; 0: perfect."
+)
+@click.option("--slower", default=1.0, show_default=True, help="How many times slower the first replica is.")
+@click.option("--restart-at-s", type=float, help="When the first replica restarts, empty.")
+@click.option("--added-at-s", type=float, help="When one more replica comes.")
+@click.option("--seed", default=0, show_default=True, help="Of chance, and of a made-up workload.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+def replay(trace: str, policies: str, seed: int, as_json: bool, **shape: Any) -> None:
+    """Replays TRACE over a simulated fleet, on virtual time, with the router's own code.
+
+    TRACE is a file in Mooncake's format, or made-up traffic: workload:chats, workload:rag, workload:agents,
+    workload:nothing-shared, workload:one-prefix.
+    """
+    from simulator.comparison import compare, table_of  # noqa: PLC0415
+    from simulator.fleet import Shape  # noqa: PLC0415
+    from simulator.replay import load_trace  # noqa: PLC0415
+
+    terminal = Console(stderr=True)
+    try:
+        requests = load_trace(trace, seed)
+        results = compare(requests, policies.split(","), Shape(seed=seed, **shape), terminal)
+    except ERRORS as error:
+        raise StartError(str(error)) from error
+    if as_json:
+        click.echo(msgspec.json.encode(results))
+    else:
+        Console().print(table_of(results, f"{trace}, {shape['replicas']} replicas"))
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.pass_context
 def config(context: click.Context, as_json: bool) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from indexer.reader import Matched
-from router.decision import Ask, Candidate, Decision, Ranked
+from router.chooser import Chooser, Subject
+from router.decision import Candidate, Decision, Ranked
 from router.errors import RefusedError
 from router.fleet import Fleet
-from router.load import Load, Reservation
+from router.load import Reservation
 from router.plan import Plan
 from router.policies import Policy
 from router.replicas import StreamId
@@ -19,67 +18,27 @@ from router.seats import Seats
 
 BYTES_PER_TOKEN = 4
 """The guess at a prompt's tokens where they are not known: what its body weighs as load."""
-CPU_CREDIT, DISK_CREDIT = 0.5, 0.25
-"""What a cached token is worth that must be fetched first, against one on the GPU."""
 RETRY_AFTER_S = 2
 
 
-def usable_tokens(matched: Matched, prompt_tokens: int, held: int) -> int:
-    """``held`` tokens capped to what an engine can use: it always computes the last token of a prompt
-    itself.
-    """
-    if matched.block_size <= 0:
-        return 0
-    return min(held, (prompt_tokens - 1) // matched.block_size * matched.block_size)
-
-
-def candidate_of(
-    stream: StreamId, load: Load, matched: Matched | None, prompt_tokens: int | None
-) -> Candidate:
-    """A stream with its load and, where both are known, its match."""
-    now = load.of(stream)
-    cached = None
-    credited = 0.0
-    if matched is not None and prompt_tokens:
-        gpu, cpu, disk = (
-            usable_tokens(matched, prompt_tokens, n) for n in (matched.gpu, matched.cpu, matched.disk)
-        )
-        cached = max(gpu, cpu, disk)
-        credited = matched.weight * (gpu + CPU_CREDIT * max(0, cpu - gpu) + DISK_CREDIT * max(0, disk - cpu))
-    return Candidate(
-        replica=stream[0],
-        rank=stream[1],
-        matched_tokens=cached,
-        credited_tokens=int(credited),
-        block_size=matched.block_size if matched else 0,
-        state=matched.state if matched else None,
-        weight=matched.weight if matched else None,
-        requests=now.requests,
-        prefill_tokens=now.prefill_tokens,
-        decoding=now.decoding,
-    )
-
-
 class Decider:
-    """Holds what a choice needs besides the request: the fleet, the load, the policy, chance and turns."""
+    """Finds who may take a request, has one of them chosen, and says what was decided and why."""
 
     def __init__(
         self,
         fleet: Fleet,
-        load: Load,
+        chooser: Chooser,
         policy: Policy,
         by_load: Policy,
         *,
         max_inflight: int | None = None,
-        rng: random.Random | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._fleet = fleet
-        self._load = load
+        self._chooser = chooser
         self.policy = policy
         self._by_load = by_load
         self._max_inflight = max_inflight
-        self._rng = rng or random.Random()
         self._wall_clock = wall_clock
         self._turns: Counter[str | None] = Counter()
         self.seats = Seats()
@@ -91,37 +50,46 @@ class Decider:
 
         Raises RefusedError: 404 for a model that nobody serves, 503 where no replica can take the request.
         """
-        prompt_tokens = None if plan.ids is None else len(plan.ids)
-        candidates = [
-            candidate_of(stream, self._load, (plan.matches or {}).get(stream), prompt_tokens)
-            for stream in self._streams(plan, failed)
-        ]
+        streams = self._streams(plan, failed)
         policy = (plan.policy or self.policy) if plan.is_prompt else self._by_load
-        seat = self.seats.of(plan.key) if plan.key is not None and policy.keeps_seats else None
-        ask = Ask(prompt_tokens, self._turn(plan, attempt), plan.key, seat)
-        ranked = policy.rank(ask, candidates, self._rng)
-        best = ranked[0]
-        chosen = best.candidate
-        if plan.key is not None and policy.keeps_seats:
+        seated = plan.key is not None and policy.keeps_seats
+        prompt_tokens = None if plan.ids is None else len(plan.ids)
+        choice = self._chooser.choose(
+            policy,
+            Subject(
+                prompt_tokens=prompt_tokens,
+                guessed_tokens=plan.body_bytes // BYTES_PER_TOKEN if plan.is_prompt else 0,
+                matches=plan.matches,
+                marks=plan.marks,
+                streams=plan.streams,
+                turn=self._turn(plan, attempt),
+                key=plan.key,
+                seat=self.seats.of(plan.key) if plan.key is not None and seated else None,
+            ),
+            streams,
+        )
+        candidates = [item.candidate for item in choice.ranked]
+        chosen = candidates[0]
+        if plan.key is not None and seated:
             self.seats.take(plan.key, chosen.stream)
-        prefill_tokens = self._prefill_tokens(plan, chosen)
         decision = Decision(
             request_id=plan.request_id,
             at=self._wall_clock(),
             model=plan.model,
             policy=policy.name,
             chosen=chosen.stream,
-            reason=_reason(plan, best, failed),
+            reason=_reason(plan, choice.ranked[0], failed),
             prompt_tokens=prompt_tokens,
             matched_tokens=_told_match(plan, [chosen]),
             best_available_tokens=_told_match(plan, candidates),
-            prefill_tokens=prefill_tokens,
-            ranked=ranked,
+            hinted_tokens=chosen.hinted_tokens,
+            prefill_tokens=choice.prefill_tokens,
+            ranked=choice.ranked,
             fallback=plan.fallback.code if plan.fallback else None,
             rule=plan.picked.rule if plan.picked else None,
             attempt=attempt,
         )
-        return decision, self._load.reserve(chosen.stream, prefill_tokens, streams=plan.streams)
+        return decision, choice.reservation
 
     def has_another(self, plan: Plan, failed: Collection[str]) -> bool:
         """Whether a replica that is none of ``failed`` could take the request now."""
@@ -146,7 +114,7 @@ class Decider:
         if not streams:
             raise _no_replica(fleet, plan, failed)
         if self._max_inflight is not None:
-            streams = [s for s in streams if self._load.of(s).requests < self._max_inflight]
+            streams = [s for s in streams if self._chooser.load.of(s).requests < self._max_inflight]
         if not streams:
             raise RefusedError(
                 503,
@@ -163,12 +131,6 @@ class Decider:
         if attempt == 1:
             self._turns[model] += 1
         return self._turns[model] - 1
-
-    @staticmethod
-    def _prefill_tokens(plan: Plan, chosen: Candidate) -> int:
-        if plan.ids is not None:
-            return len(plan.ids) - chosen.credited_tokens
-        return plan.body_bytes // BYTES_PER_TOKEN if plan.is_prompt else 0
 
 
 def _told_match(plan: Plan, candidates: Iterable[Candidate]) -> int | None:

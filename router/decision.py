@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from router.latency import COLD_OVERHEAD_S, COLD_S_PER_TOKEN
 from router.replicas import StreamId
 
 HEADER_PREFIX = "x-warmroute-"
@@ -18,23 +19,35 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     ``matched_tokens`` is what the index says that it holds of the prompt and an engine can use; None where
     the index did not say. ``credited_tokens`` is that weighed by tier and by ``weight``, the trust in the
-    stream's ``state``. The last three are its load.
+    stream's ``state``. ``hinted_tokens`` it will hold soon, as a prompt that begins alike is on its way
+    there. ``requests``, ``prefill_tokens`` (still to be computed) and ``decoding`` are its load;
+    ``overhead_s`` and ``s_per_token`` its speed; ``room_tokens`` fit in its cache before it pushes something
+    out, None where nobody knows.
     """
 
     replica: str
     rank: int
     matched_tokens: int | None = None
     credited_tokens: int = 0
+    hinted_tokens: int = 0
     block_size: int = 0
     state: str | None = None
     weight: float | None = None
     requests: int = 0
     prefill_tokens: int = 0
     decoding: int = 0
+    overhead_s: float = COLD_OVERHEAD_S
+    s_per_token: float = COLD_S_PER_TOKEN
+    room_tokens: int | None = None
 
     @property
     def stream(self) -> StreamId:
         return self.replica, self.rank
+
+    @property
+    def reused_tokens(self) -> int:
+        """What of the prompt it will not have to compute."""
+        return max(self.credited_tokens, self.hinted_tokens)
 
     @property
     def trusted_tokens(self) -> int | None:
@@ -43,12 +56,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """What a policy is told of the request: its prompt's tokens, if known, its number among those of its
-    model, its routing ``key``, and the ``seat`` that the key has.
+    """What a policy is told of the request and of the time it comes at.
+
+    Its prompt's tokens, if known, and its number among those of its model; how many requests behind it wait
+    for each unit of work that it brings; how much of what its tokens displace is wanted back, 0 to 1; its
+    routing ``key``, and the ``seat`` that the key has.
     """
 
     prompt_tokens: int | None
     turn: int = 0
+    behind: float = 0.0
+    worth: float = 0.0
     key: bytes | None = None
     seat: StreamId | None = None
 
@@ -82,8 +100,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     ``matched_tokens`` is what the index holds for the chosen stream, before trust is weighed in: 0 where it
     is not trusted at all, None without tokens. ``best_available_tokens`` is the longest match among the
-    candidates; ``fallback`` the code of what failed in front of the decision, if something did; ``rule`` the
-    one that chose the policy.
+    candidates; ``hinted_tokens`` what the chosen one was expected to have soon; ``fallback`` the code of what
+    failed in front of the decision, if something did; ``rule`` the one that chose the policy.
     """
 
     request_id: str
@@ -95,6 +113,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None
     matched_tokens: int | None
     best_available_tokens: int | None
+    hinted_tokens: int = 0
     prefill_tokens: int
     ranked: list[Ranked]
     fallback: str | None = None

@@ -102,7 +102,9 @@ class Exchange:
     def _first_byte(self) -> None:
         assert self._relayed is not None
         assert self._upstream is not None
-        if not self._relayed.is_stream or self._upstream.status != 200:
+        if self._upstream.status != 200:
+            return
+        if not self._relayed.is_stream:
             # An answer in one piece comes when all of it is done: its first byte tells nothing of the first
             # token.
             self._reservation.prefilled()

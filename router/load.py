@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from router.hints import Hint
+from router.latency import Latency
 from router.replicas import StreamId
 from router.reported import Reported
 
-LEARN_FROM_TOKENS = 512
-"""With fewer tokens to prefill, the time to a first byte says little about the speed of prefill."""
-LEARN_SHARE = 0.2
-"""What one observation counts for in the moving average."""
-UNKNOWN_PREFILL_S = 1.0
 UNKNOWN_REQUEST_TOKENS = 512
 """What a request of others leaves to compute, as long as there was none of ours to judge by."""
 REQUEST_SHARE = 0.02
@@ -62,8 +59,7 @@ class Load:
 
     One loop's tasks use it, so a choice and its reservation cannot be torn apart. The first byte of a stream
     says that its prefill is over. An answer in one piece does not say when: it is taken to be over after the
-    time that the replica needs, at the speed seen on its streams, for the tokens booked there then; after
-    one second as long as no speed was seen.
+    time that is predicted for the tokens booked there then.
 
     What an engine reports beyond our own requests is other routers' (or direct clients'). Between two
     reports our own dispatches count at once, and so does what others are likely to have sent after the same
@@ -71,10 +67,11 @@ class Load:
     but the engines' metrics do not chase one minimum. ``clock`` is in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, latency: Latency | None = None) -> None:
+        self.latency = latency or Latency()
         self._clock = clock
         self._streams: dict[StreamId, StreamLoad] = {}
-        self._tokens_per_s: dict[str, float] = {}
+        self._prefilling: dict[StreamId, _Line] = {}
         self._prefilled_at: dict[StreamId, list[tuple[float, int, Reservation]]] = {}
         self._numbers = itertools.count()
         self._seen: dict[StreamId, _Seen] = {}
@@ -126,9 +123,14 @@ class Load:
         waiting = int(share * requests + 0.5)
         return StreamLoad(requests, int(waiting * self._request_tokens), requests - waiting)
 
+    def sent_to(self, replica: str) -> list[StreamId]:
+        """The streams of a replica that anything was ever sent to."""
+        return [stream for stream in self._sent if stream[0] == replica]
+
     def forget(self, replica: str) -> None:
         """What was learned of a replica that is none of ours any more. Its requests have to be over."""
-        self._tokens_per_s.pop(replica, None)
+        for stream in self.sent_to(replica):
+            self.latency.forget(stream)
         for book in (self._seen, self._sent):
             for stream in [stream for stream in book if stream[0] == replica]:
                 del book[stream]
@@ -169,30 +171,34 @@ class Load:
 
         ``streams``: its first byte will come as soon as its prefill is over.
         """
-        queued_tokens = self.of(stream).prefill_tokens + prefill_tokens
+        before = self.of(stream).prefill_tokens - self.computed_tokens(stream)
         self._add(stream, 1, prefill_tokens, 0)
         self._sent[stream] = self._sent.get(stream, 0) + 1
         share = REQUEST_SHARE if self._requests_known else 1.0
         self._request_tokens += share * (prefill_tokens - self._request_tokens)
         self._requests_known = True
-        reservation = Reservation(self, stream, prefill_tokens, queued_tokens)
+        reservation = Reservation(self, stream, prefill_tokens, max(0, before) + prefill_tokens)
+        if prefill_tokens:
+            self._prefilling.setdefault(stream, _Line()).join(reservation, self._clock())
         if not streams:
-            due = self._clock() + self.prefill_s(stream[0], queued_tokens)
+            due = self._clock() + self.latency.of(stream).seconds(reservation.queued_tokens)
             heap = self._prefilled_at.setdefault(stream, [])
             heapq.heappush(heap, (due, next(self._numbers), reservation))
         return reservation
 
-    def prefill_s(self, replica: str, tokens: int) -> float:
-        """How long the replica is thought to need for so many tokens, seconds."""
-        speed = self._tokens_per_s.get(replica)
-        return UNKNOWN_PREFILL_S if speed is None else tokens / speed
+    def computed_tokens(self, stream: StreamId) -> int:
+        """How many of the prompt tokens booked on the stream are computed by now: of the first request in the
+        line, at the speed of the stream, since its turn came.
+        """
+        line = self._prefilling.get(stream)
+        if line is None:
+            return 0
+        return int(line.head_tokens((self._clock() - line.since) / self.latency.of(stream).s_per_token))
 
-    def _observe(self, replica: str, tokens: int, seconds: float) -> None:
-        if tokens < LEARN_FROM_TOKENS or seconds <= 0:
-            return
-        seen = tokens / seconds
-        known = self._tokens_per_s.get(replica, seen)
-        self._tokens_per_s[replica] = known + LEARN_SHARE * (seen - known)
+    def _leave(self, reservation: Reservation) -> None:
+        line = self._prefilling.get(reservation.stream)
+        if line is not None and not line.leave(reservation, self._clock()):
+            del self._prefilling[reservation.stream]
 
     def _settle(self, stream: StreamId) -> None:
         """Moves what is due from prefill to decoding."""
@@ -212,31 +218,66 @@ class Load:
             self._streams[stream] = after
 
 
+class _Line:
+    """The requests of one stream whose prefill is not over, in the order in which they were sent.
+
+    ``since`` is when the turn of the first one came: engines prefill first come, first served.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Reservation, None] = {}
+        self.since = 0.0
+
+    def join(self, reservation: Reservation, now: float) -> None:
+        if not self._waiting:
+            self.since = now
+        self._waiting[reservation] = None
+
+    def leave(self, reservation: Reservation, now: float) -> bool:
+        """Whether anybody is left."""
+        if reservation is next(iter(self._waiting)):
+            self.since = now
+        self._waiting.pop(reservation, None)
+        return bool(self._waiting)
+
+    def head_tokens(self, most: float) -> float:
+        """The tokens of the first request, at most ``most``."""
+        return min(most, next(iter(self._waiting)).prefill_tokens)
+
+
 class Reservation:
     """One request's share of a stream's load. Its methods may be called again without effect.
 
-    ``queued_tokens`` are those that had to be computed before its first token, its own included.
+    ``prefill_tokens`` are its own; ``queued_tokens`` those that had to be computed before its first token,
+    its own included. ``hint`` is dropped when it ends before its prefill was over.
     """
 
     def __init__(self, load: Load, stream: StreamId, prefill_tokens: int, queued_tokens: int) -> None:
         self._load = load
-        self._prefill_tokens = prefill_tokens
+        self.prefill_tokens = prefill_tokens
+        self.hint: Hint | None = None
         self._decoding = False
         self._released = False
         self.stream = stream
         self.queued_tokens = queued_tokens
 
+    @property
+    def answered(self) -> bool:
+        """Whether its prefill is over, as far as is known."""
+        return self._decoding
+
     def first_byte(self, ttft_s: float) -> None:
         """A stream has begun to answer, so many seconds after it was sent: its prefill is over."""
         if not self._decoding and not self._released:
-            self._load._observe(self.stream[0], self.queued_tokens, ttft_s)
+            self._load.latency.observe(self.stream, self.queued_tokens, ttft_s)
         self.prefilled()
 
     def prefilled(self) -> None:
         """The engine is done with the prompt, as far as is known."""
         if not self._decoding and not self._released:
             self._decoding = True
-            self._load._add(self.stream, 0, -self._prefill_tokens, 1)
+            self._load._leave(self)
+            self._load._add(self.stream, 0, -self.prefill_tokens, 1)
 
     def release(self) -> None:
         """The request is over, however it ended."""
@@ -246,5 +287,8 @@ class Reservation:
         if self._decoding:
             self._load._add(self.stream, -1, 0, -1)
         else:
-            self._load._add(self.stream, -1, -self._prefill_tokens, 0)
+            self._load._leave(self)
+            self._load._add(self.stream, -1, -self.prefill_tokens, 0)
+            if self.hint is not None:
+                self.hint.drop()
         self._load.released()

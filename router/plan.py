@@ -21,6 +21,7 @@ from router.errors import LookupFailedError
 from router.fallback import Fallback
 from router.fleet import Fleet
 from router.lookup import Lookup
+from router.marks import prompt_marks
 from router.metrics import RouterMetrics
 from router.policies import Policy
 from router.policies.keyed import Keyed
@@ -38,7 +39,8 @@ MAX_STRANGERS, MAX_STRANGERS_NAMED = 1024, 5
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a request when it comes to the choice; the same for each attempt of it.
 
-    ``matches`` is None where the index was not or could not be asked. ``fallback`` says what failed,
+    ``matches`` is None where the index was not or could not be asked; ``marks`` are digests of the prompt's
+    beginnings, none where the engine reads no cache for it. ``fallback`` says what failed,
     ``notes`` what else is worth saying. ``comparable``: the engine's cached tokens can be compared with the
     match. ``is_prompt`` is False for paths that are relayed by load. ``streams``: the client wants the answer
     as a stream. ``rank`` is the data-parallel rank that it asks for. ``picked`` is its policy, None for the
@@ -50,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     body_bytes: int = 0
     ids: array[int] | None = None
     matches: Mapping[StreamId, Matched] | None = None
+    marks: tuple[bytes, ...] = ()
     fallback: Fallback | None = None
     notes: tuple[str, ...] = ()
     comparable: bool = False
@@ -156,6 +159,7 @@ class Planner:
             ids=tokens.ids,
             key=key,
             matches=matches.by_stream,
+            marks=_marks(parsed, tokens),
             fallback=tokens.why_not or matches.fallback or no_key,
             notes=matches.notes,
             comparable=tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache,
@@ -244,3 +248,10 @@ def _own(policy: Policy, model: str | None, key: bytes | None) -> bytes | None:
     if key is None:
         return None
     return xxh3_128_digest(f"{policy.name}\0{model or ''}\0".encode("utf-8", "replace") + key)
+
+
+def _marks(body: RequestBody, tokens: Tokens) -> tuple[bytes, ...]:
+    if tokens.ids is None or not body.reads_cache:
+        return ()
+    salt = body.cache_salt if isinstance(body.cache_salt, str) else None
+    return prompt_marks(tokens.ids, body.model, salt)

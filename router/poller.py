@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import aiohttp
 
@@ -26,7 +26,8 @@ SILENT_PAUSE = 10
 class Poller:
     """Reads the ``/metrics`` of replicas every ``interval_s`` seconds into the load.
 
-    What fails is counted and said; the load then goes on with what it knows.
+    What fails is counted and said; the load then goes on with what it knows. ``restarted`` is told of each
+    stream whose engine is another process now.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class Poller:
         metrics: RouterMetrics,
         *,
         interval_s: float,
+        restarted: Callable[[StreamId], None] = lambda stream: None,
     ) -> None:
         self._fleet = fleet
         self._load = load
         self._session = session
         self._metrics = metrics
         self._interval_s = interval_s
+        self._restarted = restarted
         self._timeout = aiohttp.ClientTimeout(total=min(interval_s, MOST_TIMEOUT_S))
         self._throttled = Throttled(log)
 
@@ -65,7 +68,10 @@ class Poller:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             self._failed(replica, "unreachable", error)
             return True
-        replica.process_started = report.started
+        if replica.process_started is not None and report.started not in (None, replica.process_started):
+            for stream in replica.streams():
+                self._restarted(stream)
+        replica.process_started = report.started or replica.process_started
         for stream, reported in by_stream(replica.streams(), report):
             in_flight = max(before.get(stream, 0), self._load.ours(stream).requests)
             self._load.report(stream, reported, in_flight)

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from aiohttp import web
 from events.address import host_and_port, http_url
 from indexer.client import IndexerClient
 from router.admin import Admin
+from router.chooser import Chooser
 from router.decider import Decider
 from router.decision import HEADER_PREFIX
 from router.decision_log import DecisionLog
@@ -32,6 +34,7 @@ from router.key_cache import KeyCache
 from router.load import Load
 from router.local_tokens import LocalTokens, Told
 from router.lookup import FirstThatAnswers, HttpLookup, Lookup, MapLookup
+from router.marks import MARK_TOKENS
 from router.metrics import RouterMetrics
 from router.plan import Planner
 from router.policies import POLICIES
@@ -141,7 +144,6 @@ async def router_app(
         )
         router = RouterApp(settings, fleet, load := Load(), metrics := RouterMetrics())
         metrics.watch(fleet, load)
-        fleet.in_flight, fleet.forgotten = load.at, load.forget
         tracing = start_tracing()
         stack.push_async_callback(asyncio.to_thread, tracing.close)
         map_lookup = _map_lookup(settings)
@@ -152,16 +154,13 @@ async def router_app(
             _tokenizing(settings, fleet, metrics, session, rng)
         )
         planner = Planner(fleet, tokenizer, lookup, rules, metrics)
+        chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS)
+        fleet.in_flight, fleet.forgotten = load.at, chooser.gone
         route = Route(
             fleet,
             planner,
             Decider(
-                fleet,
-                load,
-                rules.default,
-                POLICIES["least-loaded"],
-                max_inflight=settings.max_inflight,
-                rng=rng,
+                fleet, chooser, rules.default, POLICIES["least-loaded"], max_inflight=settings.max_inflight
             ),
             upstream or AiohttpUpstream(session, fresh),
             metrics,
@@ -191,7 +190,14 @@ async def router_app(
         router.app.router.add_get("/v1/models", router.models)
         router.app.router.add_route("*", "/v1/{path:.*}", route.handle, expect_handler=await_body)
         if settings.poll_interval_s:
-            poller = Poller(fleet, load, probes, metrics, interval_s=settings.poll_interval_s)
+            poller = Poller(
+                fleet,
+                load,
+                probes,
+                metrics,
+                interval_s=settings.poll_interval_s,
+                restarted=chooser.forget,
+            )
             fleet.each("poll", poller.follow)
         fleet.start()
         stack.push_async_callback(fleet.close)

@@ -31,3 +31,7 @@ class DemoError(SimulatorError):
 
 class WorkloadError(SimulatorError):
     """A request of a workload that did not succeed; the run is worth nothing then."""
+
+
+class TraceError(SimulatorError):
+    """A trace that cannot be read, or a workload that does not exist."""

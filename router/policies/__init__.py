@@ -12,7 +12,8 @@ import msgspec
 
 from router.decision import RankFunction
 from router.errors import SettingsError
-from router.policies import cache_aware, least_loaded, random_choice, round_robin
+from router.policies import least_loaded, random_choice, round_robin
+from router.policies.cache_aware import CacheAware
 from router.policies.keyed import KeyFunction
 from router.policies.prefix_hash import PrefixHash
 from router.policies.session import Session
@@ -40,8 +41,14 @@ class _NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _KINDS: dict[str, tuple[type[msgspec.Struct], Callable[[str, Any], Policy]]] = {
     "cache-aware": (
+        CacheAware,
+        lambda name, aware: Policy(name=name, rank=aware.rank, uses_tokens=True, uses_matches=True),
+    ),
+    "lowest-ttft": (
         _NoParameters,
-        lambda name, _: Policy(name=name, rank=cache_aware.rank, uses_tokens=True, uses_matches=True),
+        lambda name, _: Policy(
+            name=name, rank=CacheAware(foresight=False).rank, uses_tokens=True, uses_matches=True
+        ),
     ),
     "least-loaded": (
         _NoParameters,

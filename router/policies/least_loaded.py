@@ -1,4 +1,4 @@
-"""``least-loaded``: the stream with the least work in front of it, in tokens."""
+"""``least-loaded``: the stream that would be done with the work in front of it first."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ prefills.
 
 
 def load_terms(candidate: Candidate) -> dict[str, float]:
-    """Prompt tokens queued to prefill, and what the requests in flight cost."""
+    """Seconds for the prompt tokens queued to prefill, and for what the requests in flight cost."""
     return {
-        "queued_prefill": float(candidate.prefill_tokens),
-        "in_flight": float(REQUEST_TOKENS * candidate.requests),
+        "overhead": candidate.overhead_s,
+        "queued": candidate.s_per_token * candidate.prefill_tokens,
+        "in_flight": candidate.s_per_token * REQUEST_TOKENS * candidate.requests,
     }
 
 
 def rank(ask: Ask, candidates: Sequence[Candidate], rng: RandomSource) -> list[Ranked]:
-    """By queued prompt tokens and requests in flight; equals in random order."""
+    """By the time for queued prompt tokens and requests in flight; equals in random order."""
     ranked = []
     for candidate in candidates:
         terms = load_terms(candidate)
         reason = f"least load: {candidate.prefill_tokens} tokens queued, {candidate.requests} in flight"
         ranked.append(Ranked(candidate, sum(terms.values()), terms, reason))
-    return by_cost(ranked, rng)
+    return by_cost(ranked, rng, REQUEST_TOKENS / 2)

@@ -9,9 +9,12 @@ from collections.abc import Iterable
 from router.decision import RandomSource, Ranked
 
 
-def by_cost(ranked: Iterable[Ranked], rng: RandomSource, slack: float = 0.0) -> list[Ranked]:
-    """Best first; those within ``slack`` of the lowest cost are in random order."""
+def by_cost(ranked: Iterable[Ranked], rng: RandomSource, slack_tokens: float = 0.0) -> list[Ranked]:
+    """Best first; in random order those that are not dearer than the best by more than ``slack_tokens`` take
+    to compute there.
+    """
     ordered = sorted(ranked, key=lambda item: item.cost)
-    near = sum(item.cost <= ordered[0].cost + slack for item in ordered)
+    limit = ordered[0].cost + slack_tokens * ordered[0].candidate.s_per_token
+    near = sum(item.cost <= limit for item in ordered)
     ordered[:near] = sorted(ordered[:near], key=lambda _: rng.random())
     return ordered

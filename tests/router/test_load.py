@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decider import candidate_of
-from router.decision import Ask
+from router.chooser import Chooser, Subject
+from router.latency import COLD_S_PER_TOKEN
 from router.load import (
     FROZEN_S,
-    LEARN_FROM_TOKENS,
     STALE_S,
-    UNKNOWN_PREFILL_S,
     UNKNOWN_REQUEST_TOKENS,
     Load,
     Reservation,
@@ -52,43 +50,62 @@ def test_released_after_release_nothing_counts_again() -> None:
     assert list(load.items()) == []
 
 
-def test_an_answer_in_one_piece_leaves_the_queue_after_a_second_while_no_speed_is_known() -> None:
-    clock = Clock()
+def load_at_1000_tokens_per_s(clock: Clock) -> Load:
     load = Load(clock)
-    whole, stream = load.reserve(A, 5000, streams=False), load.reserve(A, 300)
-    clock.now = UNKNOWN_PREFILL_S - 0.01
-    assert load.of(A) == StreamLoad(2, 5300, 0)
-    clock.now = UNKNOWN_PREFILL_S
-    assert dict(load.items()) == {A: StreamLoad(2, 300, 1)}
+    for tokens in range(1000, 10_000, 1000):
+        load.latency.observe(A, tokens, tokens / 1000)
+    return load
+
+
+def test_an_answer_in_one_piece_leaves_the_queue_when_its_prefill_is_predicted_to_be_over() -> None:
+    clock = Clock()
+    load = load_at_1000_tokens_per_s(clock)
+    whole = load.reserve(A, 3000, streams=False)
+    # What is queued in front of it has to be computed first.
+    second = load.reserve(A, 2000, streams=False)
+    for now, queued in ((2.99, 5000), (3.0, 2000), (4.99, 2000), (5.0, 0)):
+        clock.now = now
+        assert load.of(A).prefill_tokens == queued
+    assert dict(load.items()) == {A: StreamLoad(2, 0, 2)}
     whole.release()
-    stream.release()
+    second.release()
     assert list(load.items()) == []
 
 
-def test_an_answer_in_one_piece_leaves_the_queue_when_the_speed_seen_on_streams_says() -> None:
+def test_what_the_first_in_line_has_computed_since_its_turn_came_is_no_queue() -> None:
     clock = Clock()
-    load = Load(clock)
-    stream = load.reserve(A, 4000)
-    assert stream.queued_tokens == 4000
-    stream.first_byte(2.0)
-    assert load.prefill_s("a", 1000) == 0.5
-    assert load.prefill_s("b", 1000) == UNKNOWN_PREFILL_S
-    load.reserve(A, 6000, streams=False)
-    # What is queued in front of it has to be computed first.
-    load.reserve(A, 2000, streams=False)
-    for now, queued in ((2.99, 8000), (3.0, 2000), (3.99, 2000), (4.0, 0)):
-        clock.now = now
-        assert load.of(A).prefill_tokens == queued
+    load = load_at_1000_tokens_per_s(clock)
+    first, second = load.reserve(A, 3000), load.reserve(A, 2000)
+    assert second.queued_tokens == 5000
+    clock.now = 1.0
+    assert load.computed_tokens(A) == 1000
+    assert load.reserve(A, 500).queued_tokens == 4500
+    clock.now = 10.0
+    assert load.computed_tokens(A) == 3000
+    # The turn of the second comes when the first is done, not when it should have been.
+    first.first_byte(10.0)
+    assert load.computed_tokens(A) == 0
+    clock.now = 10.5
+    assert load.computed_tokens(A) == 500
 
 
-def test_the_speed_follows_what_is_seen_and_ignores_what_says_little() -> None:
+def test_one_that_leaves_out_of_turn_stops_nobody() -> None:
+    clock = Clock()
+    load = load_at_1000_tokens_per_s(clock)
+    load.reserve(A, 3000)
+    gone = load.reserve(A, 2000)
+    clock.now = 1.0
+    gone.release()
+    assert load.computed_tokens(A) == 1000
+
+
+def test_streams_teach_their_speed() -> None:
     load = Load(Clock())
-    load.reserve(A, 1000).first_byte(1.0)
-    load.reserve(A, 2000).first_byte(1.0)
-    assert load.prefill_s("a", 1200) == 1.0
-    load.reserve(A, LEARN_FROM_TOKENS - 1).first_byte(100.0)
-    load.reserve(A, 1000).first_byte(0.0)
-    assert load.prefill_s("a", 1200) == 1.0
+    assert load.latency.of(A).s_per_token == COLD_S_PER_TOKEN
+    for tokens in (1000, 2000, 3000, 4000, 5000, 6000):
+        load.reserve(A, tokens).first_byte(tokens / 500)
+        load.reserve(A, 10).release()
+    assert load.latency.of(A).s_per_token == pytest.approx(1 / 500, rel=0.5)
 
 
 @given(
@@ -183,9 +200,8 @@ def test_numbers_that_do_not_move_while_nothing_of_ours_is_there_are_no_load() -
 
 def choose(load: Load, fleet: list[StreamId], rng: random.Random, tokens: int = 1000) -> Reservation:
     """Least loaded, as the router does it: the choice and the booking in one step."""
-    candidates = [candidate_of(stream, load, None, tokens) for stream in fleet]
-    best = POLICIES["least-loaded"].rank(Ask(tokens), candidates, rng)[0].candidate
-    return load.reserve(best.stream, tokens)
+    chooser = Chooser(load, rng, Clock(), mark_tokens=512)
+    return chooser.choose(POLICIES["least-loaded"], Subject(prompt_tokens=tokens), fleet).reservation
 
 
 def test_rq04_metrics_frozen_for_five_seconds_and_a_burst_of_fifty_make_no_herd() -> None:

@@ -125,5 +125,7 @@ def test_round_robin_takes_each_in_turn() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SettingsError, match=r"cache-awere.*cache-aware, least-loaded, round-robin"):
+    with pytest.raises(
+        SettingsError, match=r"cache-awere.*cache-aware, lowest-ttft, least-loaded, round-robin"
+    ):
         policy_named("cache-awere")

@@ -115,3 +115,21 @@ def test_ranks_are_matched_by_number_and_a_single_one_by_being_alone() -> None:
     ]
     assert by_stream([("a", 0)], Report({3: two})) == [(("a", 0), two)]
     assert by_stream([("a", 0), ("a", 1)], Report({3: two})) == []
+
+
+async def test_an_engine_that_restarted_is_as_fast_as_nobody_knows(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    engine = await start_engine(metrics=metrics_of(0))
+    router = await start_router(engine, poll_interval_s=0.02)
+    replica, latency = router.parts.fleet.replicas["e0"], router.parts.load.latency
+    await kit.wait_until(lambda: replica.process_started == 1.7e9, "it is polled")
+    before = latency.of(("e0", 0))
+    for _ in range(20):
+        latency.observe(("e0", 0), 10_000, 20.0)
+    latency.observe(("e1", 0), 10_000, 1.0)
+    learned = latency.of(("e0", 0))
+    assert learned != before
+    engine.metrics = metrics_of(0).replace(b"1700000000", b"1700000001")
+    await kit.wait_until(lambda: replica.process_started == 1.7e9 + 1, "its restart is seen")
+    assert latency.of(("e0", 0)) != learned

@@ -261,8 +261,15 @@ async def test_debug_shows_replicas_and_decisions_with_every_cost_term(
     assert len(shown) == 2
     assert shown[0]["request_id"] == response.headers["X-Request-Id"]
     best = shown[0]["ranked"][0]
-    assert best["terms"] == {"queued_prefill": 0.0, "in_flight": 0.0, "uncached": 8.0}
-    assert best["cost"] == 8.0
+    assert best["terms"] == {
+        "overhead": 0.01,
+        "queued": 0.0,
+        "in_flight": 0.0,
+        "uncached": pytest.approx(0.0008),
+        "behind": 0.0,
+        "displaced": 0.0,
+    }
+    assert best["cost"] == pytest.approx(0.0108)
     assert len((await router.get("/debug/decisions?limit=1"))["decisions"]) == 1
     replica = (await router.get("/debug/replicas"))["replicas"][0]
     assert (replica["name"], replica["health"], replica["model"]) == ("e0", "up", "m")

@@ -1,0 +1,154 @@
+"""Chooses among streams and books the request there, in one step: all that a choice needs but the fleet.
+
+Pure but for the clock and the random source it is given, so the fleet simulation runs the very same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from indexer.reader import Matched
+from router.crowding import Crowding
+from router.decision import Ask, Candidate, RandomSource, Ranked
+from router.displacement import Displacement
+from router.hints import Hints
+from router.load import Load, Reservation
+from router.policies import Policy
+from router.replicas import StreamId
+
+CPU_CREDIT, DISK_CREDIT = 0.5, 0.25
+"""What a cached token is worth that must be fetched first, against one on the GPU."""
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """What a choice needs to know of a request.
+
+    ``prompt_tokens`` is None where they are not known; ``guessed_tokens`` is its load then. ``marks`` are
+    digests of its beginnings, one for each ``mark_tokens`` tokens. ``streams``: the first byte of its answer
+    will come as soon as its prefill is over. ``turn`` is its number among those of its model, ``key`` what a
+    policy goes by that has one, and ``seat`` where the key was sent last.
+    """
+
+    prompt_tokens: int | None
+    guessed_tokens: int = 0
+    matches: Mapping[StreamId, Matched] | None = None
+    marks: Sequence[Hashable] = ()
+    streams: bool = True
+    turn: int = 0
+    key: bytes | None = None
+    seat: StreamId | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The candidates, best first, and the booking of the first. ``prefill_tokens`` are what is booked."""
+
+    ranked: list[Ranked]
+    prefill_tokens: int
+    reservation: Reservation
+
+
+class Chooser:
+    """Load, hints, displacement and crowding of one router. ``clock`` is in seconds."""
+
+    def __init__(
+        self, load: Load, rng: RandomSource, clock: Callable[[], float], *, mark_tokens: int
+    ) -> None:
+        self.load = load
+        self.hints = Hints()
+        self.displacement = Displacement(mark_tokens)
+        self.crowding = Crowding()
+        self._rng = rng
+        self._clock = clock
+        self._mark_tokens = mark_tokens
+
+    def choose(self, policy: Policy, subject: Subject, streams: Iterable[StreamId]) -> Choice:
+        """The streams, of which there is one at least, ranked by the policy; the first is booked."""
+        now = self._clock()
+        hinted = self.hints.soon(subject.marks, now)
+        candidates = [self._candidate(stream, subject, hinted.get(stream, 0)) for stream in streams]
+        busy = sum(candidate.prefill_tokens > 0 for candidate in candidates)
+        self.crowding.found(busy, len(candidates))
+        held = max(candidate.reused_tokens for candidate in candidates)
+        self.displacement.asked(subject.marks, held // self._mark_tokens)
+        ask = Ask(
+            subject.prompt_tokens,
+            subject.turn,
+            self.crowding.behind,
+            self.displacement.worth,
+            subject.key,
+            subject.seat,
+        )
+        ranked = policy.rank(ask, candidates, self._rng)
+        chosen = ranked[0].candidate
+        return Choice(ranked, *self._book(subject, chosen, now))
+
+    def forget(self, stream: StreamId) -> None:
+        """The stream's engine is gone, or is another process now: its cache is empty, its speed unknown."""
+        self.load.latency.forget(stream)
+        self.hints.forget(stream)
+        self.displacement.forget(stream)
+
+    def gone(self, replica: str) -> None:
+        """The replica is none of ours any more."""
+        for stream in self.load.sent_to(replica):
+            self.forget(stream)
+        self.load.forget(replica)
+
+    def _candidate(self, stream: StreamId, subject: Subject, hinted_marks: int) -> Candidate:
+        load, speed, reported = self.load.of(stream), self.load.latency.of(stream), self.load.reported(stream)
+        self.displacement.capacity(stream, reported.capacity_tokens if reported else None)
+        matched, prompt_tokens = (subject.matches or {}).get(stream), subject.prompt_tokens
+        cached, credited = _credit(matched, prompt_tokens)
+        hinted = 0
+        if hinted_marks and prompt_tokens:
+            hinted = min(hinted_marks * self._mark_tokens, prompt_tokens - 1)
+        return Candidate(
+            replica=stream[0],
+            rank=stream[1],
+            matched_tokens=cached,
+            credited_tokens=credited,
+            hinted_tokens=hinted,
+            block_size=matched.block_size if matched else 0,
+            state=matched.state if matched else None,
+            weight=matched.weight if matched else None,
+            requests=load.requests,
+            prefill_tokens=max(0, load.prefill_tokens - self.load.computed_tokens(stream)),
+            decoding=load.decoding,
+            overhead_s=speed.overhead_s,
+            s_per_token=speed.s_per_token,
+            room_tokens=self.displacement.room_tokens(stream),
+        )
+
+    def _book(self, subject: Subject, chosen: Candidate, now: float) -> tuple[int, Reservation]:
+        tokens = subject.guessed_tokens
+        if subject.prompt_tokens is not None:
+            tokens = subject.prompt_tokens - chosen.reused_tokens
+        stream = chosen.stream
+        reservation = self.load.reserve(stream, tokens, streams=subject.streams)
+        if subject.marks:
+            predicted_s = chosen.overhead_s + chosen.s_per_token * (chosen.prefill_tokens + tokens)
+            reservation.hint = self.hints.add(stream, subject.marks, now, predicted_s)
+            self.displacement.placed(stream, subject.marks)
+        return tokens, reservation
+
+
+def usable_tokens(matched: Matched, prompt_tokens: int, held: int) -> int:
+    """``held`` tokens capped to what an engine can use: it always computes the last token of a prompt
+    itself.
+    """
+    if matched.block_size <= 0:
+        return 0
+    return min(held, (prompt_tokens - 1) // matched.block_size * matched.block_size)
+
+
+def _credit(matched: Matched | None, prompt_tokens: int | None) -> tuple[int | None, int]:
+    """The match as it is told, and what it is worth: by tier and by trust. Tokens."""
+    if matched is None or not prompt_tokens:
+        return None, 0
+    gpu, cpu, disk = (
+        usable_tokens(matched, prompt_tokens, n) for n in (matched.gpu, matched.cpu, matched.disk)
+    )
+    credited = matched.weight * (gpu + CPU_CREDIT * max(0, cpu - gpu) + DISK_CREDIT * max(0, disk - cpu))
+    return max(gpu, cpu, disk), int(credited)

@@ -1,0 +1,103 @@
+"""What was just routed is cached soon: a side map that lives for seconds, until events tell.
+
+Without it a burst with one new prefix scatters over the fleet before the first event arrives.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+
+from router.replicas import StreamId
+
+LINGER_S = 5.0
+"""How long a hint outlives the first token that is predicted: time for events to come and be applied."""
+LONGEST_S = 120.0
+MOST_MARKS = 200_000
+"""Marks kept over all streams; beyond that, the hints that would expire first go."""
+
+
+class Hint:
+    """That a stream computes a prompt now. ``drop`` takes it back; dropping again has no effect."""
+
+    __slots__ = ("_hints", "_number")
+
+    def __init__(self, hints: Hints, number: int) -> None:
+        self._hints = hints
+        self._number = number
+
+    def drop(self) -> None:
+        """The prompt will not be computed after all."""
+        self._hints._drop(self._number)
+
+
+class Hints:
+    """Marks of prompts on their way, by stream. Times are seconds of the caller's clock.
+
+    Marks are digests of ever longer beginnings of a prompt, so a mark names all that is before it.
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[Hashable, dict[StreamId, int]] = {}
+        self._hinted: dict[int, tuple[StreamId, Sequence[Hashable]]] = {}
+        self._expiries: list[tuple[float, int]] = []
+        self._numbers = itertools.count()
+        self._marks = 0
+
+    def __len__(self) -> int:
+        """Marks kept now, each counted for each hint that has it."""
+        return self._marks
+
+    def add(self, stream: StreamId, marks: Sequence[Hashable], now: float, predicted_s: float) -> Hint:
+        """A prompt was sent to ``stream``, whose first token is predicted in ``predicted_s`` seconds."""
+        self._expire(now)
+        number = next(self._numbers)
+        if marks:
+            self._hinted[number] = (stream, marks)
+            self._marks += len(marks)
+            for mark in marks:
+                holders = self._holders.setdefault(mark, {})
+                holders[stream] = holders.get(stream, 0) + 1
+            heapq.heappush(self._expiries, (now + min(LONGEST_S, predicted_s + LINGER_S), number))
+        while self._marks > MOST_MARKS and self._expiries:
+            self._drop(heapq.heappop(self._expiries)[1])
+        return Hint(self, number)
+
+    def soon(self, marks: Iterable[Hashable], now: float) -> dict[StreamId, int]:
+        """How many leading marks each stream will have soon; streams with none are left out."""
+        self._expire(now)
+        found: dict[StreamId, int] = {}
+        going: set[StreamId] | None = None
+        for number, mark in enumerate(marks, start=1):
+            holders = self._holders.get(mark)
+            if holders is None:
+                break
+            going = set(holders) if going is None else going & holders.keys()
+            if not going:
+                break
+            for stream in going:
+                found[stream] = number
+        return found
+
+    def forget(self, stream: StreamId) -> None:
+        """The stream is gone, or has lost its cache."""
+        for number in [n for n, (hinted, _) in self._hinted.items() if hinted == stream]:
+            self._drop(number)
+
+    def _expire(self, now: float) -> None:
+        while self._expiries and self._expiries[0][0] <= now:
+            self._drop(heapq.heappop(self._expiries)[1])
+
+    def _drop(self, number: int) -> None:
+        stream, marks = self._hinted.pop(number, (None, ()))
+        if stream is None:
+            return
+        self._marks -= len(marks)
+        for mark in marks:
+            holders = self._holders[mark]
+            holders[stream] -= 1
+            if not holders[stream]:
+                del holders[stream]
+                if not holders:
+                    del self._holders[mark]

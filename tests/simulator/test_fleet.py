@@ -1,0 +1,98 @@
+"""The fleet simulation, and what the router's own code does in it. Times are virtual."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from router.policies import policy_named
+from simulator.errors import SettingsError
+from simulator.fleet import FleetRun, Index, Run, Shape
+from simulator.replay import measured, pooled, replay
+from simulator.replica import CacheChange
+from simulator.trace import Traced
+from simulator.traffic import rag, workload
+
+SMALL = Shape(replicas=4, cache_tokens=300_000, prefill_rate=4700.0)
+
+
+def traffic(name: str = "rag", every: int = 4) -> list[Traced]:
+    """A part of a made-up workload that four replicas can bear."""
+    return workload(name)[::every][:500]
+
+
+def run(policy: str, shape: Shape = SMALL, trace: list[Traced] | None = None) -> Run:
+    return FleetRun(shape, policy_named(policy), traffic() if trace is None else trace).run()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    assert run("cache-aware") == run("cache-aware")
+    assert run("cache-aware") != run("cache-aware", Shape(**{**_fields(SMALL), "seed": 1}))
+
+
+def _fields(shape: Shape) -> dict[str, object]:
+    return {name: getattr(shape, name) for name in shape.__struct_fields__}
+
+
+def changed(**fields: object) -> Shape:
+    return Shape(**{**_fields(SMALL), **fields})  # type: ignore[arg-type]
+
+
+def test_the_index_matches_leading_blocks_of_each_replica() -> None:
+    index = Index()
+    index.apply(0, CacheChange((1, 2, 3), ()))
+    index.apply(1, CacheChange((1, 2), ()))
+    index.apply(0, CacheChange((), (3,)))
+    assert index.match((1, 2, 3), 2) == {0: 2, 1: 2}
+    index.clear(0)
+    assert index.match((1, 2, 3), 2) == {1: 2}
+
+
+def test_one_request_alone_takes_the_time_of_its_prefill() -> None:
+    one = Traced(1.0, 4700, 1, tuple(range(10)))
+    again = Traced(5.0, 4700, 1, tuple(range(10)))
+    first, second = run("cache-aware", trace=[one, again]).served
+    assert (first.ttft_s, first.cached_tokens) == (pytest.approx(1.0), 0)
+    assert (second.replica, second.cached_tokens) == (first.replica, 9 * 512)
+
+
+def test_every_request_is_served_once_whatever_happens_to_the_fleet() -> None:
+    for shape in (
+        changed(restart_at_s=100.0),
+        changed(restart_at_s=100.0, decode_rate=50.0),
+        changed(added_at_s=50.0),
+        changed(routers=3, event_delay_s=1.0),
+        changed(slower=5.0),
+    ):
+        served = run("cache-aware", shape).served
+        assert Counter(one.at_s for one in served) == Counter(one.at_s for one in traffic())
+
+
+def test_the_pooled_cache_bounds_every_policy() -> None:
+    limit = pooled(traffic(), SMALL).hit_rate
+    for policy in ("cache-aware", "lowest-ttft", "least-loaded"):
+        assert 0 < replay(traffic(), policy, SMALL).hit_rate <= limit
+    assert replay(traffic(), "pooled", SMALL).hit_rate == limit
+
+
+def test_a_fleet_that_cannot_be_is_refused() -> None:
+    for fields in ({"replicas": 0}, {"cache_tokens": 1}, {"event_delay_s": -1.0}, {"decode_rate": 0.0}):
+        with pytest.raises(SettingsError, match=next(iter(fields))):
+            run("cache-aware", changed(**fields))
+
+
+def test_cache_aware_is_first_and_its_foresight_pays() -> None:
+    trace = rag(0)[:1500]
+    results = {name: replay(trace, name, Shape()) for name in ("cache-aware", "lowest-ttft", "least-loaded")}
+    best = results["cache-aware"]
+    for name, other in results.items():
+        if name != "cache-aware":
+            assert best.ttft_mean_s < other.ttft_mean_s
+            assert best.hit_rate > other.hit_rate
+
+
+def test_events_that_come_a_second_late_cost_little() -> None:
+    now, late = (measured(run("cache-aware", changed(event_delay_s=delay))) for delay in (0.0, 1.0))
+    assert late.hit_rate >= 0.98 * now.hit_rate
+    assert late.load_max_over_mean <= 1.1 * now.load_max_over_mean

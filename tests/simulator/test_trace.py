@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from simulator.errors import TraceError
+from simulator.trace import BLOCK_TOKENS, Traced, read_trace
+from simulator.traffic import WORKLOADS, workload
+
+LINE = '{"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [1, 2, 3]}'
+
+
+def test_a_trace_is_read_by_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{LINE}\n\n{LINE.replace('1500', '500')}\n")
+    early, late = read_trace(path)
+    assert late == Traced(1.5, 1030, 7, (1, 2, 3))
+    assert (early.at_s, late.full_blocks) == (0.5, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[]", "line 2: Expected `object`"),
+        ("{}", "line 2: Object missing required field"),
+        (LINE.replace("1030", "1025").replace("[1, 2, 3]", "[1, 2]"), "line 2: 2 hash_ids for 1025 tokens"),
+        (LINE.replace("1030", "0"), "line 2: 3 hash_ids for 0 tokens"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f"{LINE}\n{text}\n")
+    with pytest.raises(TraceError, match=complaint):
+        read_trace(path)
+    with pytest.raises(TraceError, match="cannot read the trace"):
+        read_trace(tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_made_up_traffic_repeats_with_its_seed_and_is_a_well_formed_trace(name: str) -> None:
+    requests = workload(name, 3)
+    assert requests == workload(name, 3) != workload(name, 4)
+    assert [r.at_s for r in requests] == sorted(r.at_s for r in requests)
+    for request in requests[:1000]:
+        assert len(request.blocks) == -(-request.prompt_tokens // BLOCK_TOKENS)
+        assert len(set(request.blocks)) == len(request.blocks)
+    firsts = {request.blocks[0] for request in requests}
+    assert (len(firsts) == len(requests)) == (name == "nothing-shared")
+
+
+def test_an_unknown_workload_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(TraceError, match="unknown workload 'none'; choose one of chats, rag"):
+        workload("none")
