@@ -15,6 +15,7 @@ from events.publisher import Publisher, encode
 from events.schema import AllBlocksCleared, Event
 from indexer import ingest as ingest_module
 from indexer.blocks import StreamBlocks
+from indexer.changes import Changes
 from indexer.followed import Followed
 from indexer.registration import Registration
 from indexer.service import Indexer
@@ -382,6 +383,64 @@ def test_pe02_a_reader_that_pins_old_pages_stops_nothing_for_good(
     assert held(indexer, range(number * 10_000, number * 10_000 + 800)) == {"A": 800}
     lost = record(indexer, "A").counters.skipped.get("no_room", 0)  # If the reader pinned for too long.
     assert record(indexer, "A").state == ("partial" if lost else "live")
+
+
+# more than can be written
+
+
+def test_op06_slow_commits_hold_up_no_receiving_and_what_is_dropped_is_asked_for_again(
+    indexers: Any,
+    publishers: Any,
+    engine: Any,
+    caught_up: Any,
+    until: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tables_agree: Any,
+) -> None:
+    indexer, batches, room = indexers(), 5_000, 1_000
+    inbox, fleet = indexer.subscriber.inbox, {name: publishers() for name in "ABCD"}
+    inbox._max_frames = room
+    for name, publisher in fleet.items():
+        register(indexer, name, publisher)
+        publisher.publish([engine().stored(PROMPT)], 1.0)
+        caught_up(indexer, name, 0)
+    gate, begun, write = threading.Event(), threading.Event(), Changes.flush
+
+    def slow(self: Changes) -> None:
+        begun.set()
+        if not gate.wait(60):
+            raise AssertionError("the gate was never opened")
+        threading.Event().wait(0.05)
+        write(self)
+
+    monkeypatch.setattr(Changes, "flush", slow)
+    assert begun.wait(10)
+    for number in range(1, batches):
+        event = engine().stored([number] * 4)
+        for publisher in fleet.values():
+            publisher.publish([event], 1.0)
+    # No commit ends, and yet every frame is read: kept, or dropped and counted.
+    until(lambda: all(inbox.overflows[name, 0] >= batches - 1 - room - 1 for name in fleet), "all is read")
+    assert all(inbox.depth((name, 0)) <= room + 1 for name in fleet)
+    gate.set()
+    for name in fleet:
+        caught_up(indexer, name, batches - 1)
+    assert {record(indexer, name).blocks for name in fleet} == {7 + batches - 1}
+    assert held(indexer, [batches - 1] * 4) == dict.fromkeys(fleet, 4)
+    assert all(record(indexer, name).counters.duplicates == 0 for name in fleet)
+    monkeypatch.undo()
+    tables_agree(indexer.writer.env, indexer.writer.tables)
+
+
+def test_op06_a_noisy_replica_starves_no_other(rig: Any, engine: Any) -> None:
+    noisy, quiet = rig.follow("A"), rig.follow("B")
+    for number in range(5_000):
+        rig.feed.inbox.put(*rig.frame(noisy, engine().stored([number] * 4)))
+    for number in range(10):
+        rig.feed.inbox.put(*rig.frame(quiet, engine(1).stored([number] * 4)))
+    rig.ingest.work()
+    assert rig.record(quiet).sequence == 9
+    assert rig.feed.inbox.depth(noisy) > 4_000
 
 
 # the death of the indexer
