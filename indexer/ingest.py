@@ -125,6 +125,10 @@ class Ingest:
         """Tells a stream when its engine's process started (unix seconds), and when it was asked that."""
         return self._job(lambda group: self._witness(group, stream, at, asked))
 
+    def block_size_told(self, stream: StreamId, block_size: int) -> Future[None]:
+        """Tells a port the block size that its engine says it has, in tokens: until an event says another."""
+        return self._job(lambda group: self._tell_block_size(group, stream, block_size))
+
     def purge(self, stream: StreamId, lora_name: str | None = None) -> Future[None]:
         """Forgets what a stream held, or of an adapter only; tried again with each group until it is done."""
         return self._job(lambda _: self._purges.add((stream, lora_name)))
@@ -334,6 +338,11 @@ class Ingest:
         followed = self._followed.get(stream)
         if followed is not None and not self._feed.inbox.depth(stream):
             followed.process_started(group, at, self._clock(), asked)
+
+    def _tell_block_size(self, group: Group, stream: StreamId, block_size: int) -> None:
+        followed = self._followed.get(stream)
+        for rank in followed.every if followed is not None else ():
+            rank.take_block_size(group, block_size)
 
     # streams
 

@@ -138,8 +138,18 @@ class Rank:
             record.counters.skip(rejected.reason)
             self._warn("event", "an event is skipped: %s", rejected.detail)
 
+    def take_block_size(self, group: Group, block_size: int) -> None:
+        """Until an event says it: what answers teach of prompts that are never announced needs one."""
+        record = self.record
+        if record.block_size is None:
+            record.block_size = block_size
+            group.touch(record)
+
     def _fit_block_size(self, group: Group, record: StreamRecord, event: BlockStored) -> StreamRecord:
-        """A learned block size that event after event contradicts was learned from a stray one."""
+        """A learned block size that event after event contradicts was learned from a stray one.
+
+        One of which no block is held was only told, and gives way at once.
+        """
         if event.group_kind not in PREFIX_KINDS or not event.tokens:
             return record
         if record.block_size in (None, event.block_size):
@@ -154,7 +164,7 @@ class Rank:
             record.block_size,
             "registered (register the right block_size, or none)" if registered else "what it stored first",
         )
-        if registered or self._strays < RELEARN_AFTER:
+        if registered or (self._strays < RELEARN_AFTER and not record.is_empty):
             return record
         self._strays = 0
         renewed = self._writer.renew(group, record)

@@ -1,5 +1,5 @@
 """What each replica's own metrics say beside the event stream: when its process started, which tells
-restarts, and how many requests it completed, which tells that its events do not come.
+restarts, its block size, and how many requests it completed, which tells that its events do not come.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 import aiohttp
 import msgspec
@@ -28,6 +29,7 @@ RETRY_S = 1.0
 ANSWER_TIMEOUT_S = 2.0
 COMMIT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 4 << 20
+MAX_BLOCK_SIZE = 1 << 20
 
 
 class _Turn(msgspec.Struct):
@@ -123,8 +125,16 @@ class Witness:
             if stream in self._turns:
                 self._turns[stream].due = asked + pause
             if said.started_at is not None:
-                await self._tell(stream, said.started_at, asked)
+                await self._tell(self._ingest.process_started(stream, said.started_at, asked))
+        await self._tell_block_size(url, said.block_size)
         self._listen(url, said, asked)
+
+    async def _tell_block_size(self, url: str, block_size: int | None) -> None:
+        """Of streams that have none yet: an engine whose prompts are all cached announces nothing."""
+        if block_size is not None and 0 < block_size <= MAX_BLOCK_SIZE:
+            for record in [s.record for s in self._reader.streams() if s.record.registration.url == url]:
+                if record.rank is None and record.block_size is None:
+                    await self._tell(self._ingest.block_size_told(record.id, block_size))
 
     def _listen(self, url: str, said: EngineMetrics, now: float) -> None:
         """Warns of an engine whose events do not come, or that keeps nothing to tell of."""
@@ -151,12 +161,11 @@ class Witness:
                 url,
             )
 
-    async def _tell(self, stream: StreamId, at: float, asked: float) -> None:
+    async def _tell(self, told: Future[None]) -> None:
         try:
-            told = self._ingest.process_started(stream, at, asked)
             await asyncio.wait_for(asyncio.wrap_future(told), timeout=COMMIT_TIMEOUT_S)
         except (IndexerError, TimeoutError) as error:
-            self._throttled.warning("tell", "a start time could not be used: %s", error)
+            self._throttled.warning("tell", "what a replica says of itself could not be used: %s", error)
 
 
 async def _read(session: aiohttp.ClientSession, url: str) -> bytes:

@@ -260,6 +260,29 @@ def test_ev17_a_hot_prefix_that_is_never_announced_again_converges(
     assert gpu(rig, BRANCH) == 16
 
 
+def test_ev17_a_hot_prefix_converges_also_where_only_metrics_tell_the_block_size(
+    rig: Any, engine: Any, answers: Answers
+) -> None:
+    a = rig.follow("A")
+    rig.ingest.block_size_told(a, SIZE)
+    rig.ingest.step([])
+    assert answers.say(24).believed == 6
+    assert gpu(rig) == 24
+
+
+def test_an_event_knows_the_block_size_better_than_metrics(rig: Any, engine: Any, answers: Answers) -> None:
+    a = rig.follow("A")
+    rig.ingest.block_size_told(a, 2 * SIZE)
+    rig.ingest.step([])
+    rig.say(a, engine().stored(PROMPT))
+    assert rig.record(a).block_size == SIZE
+    assert gpu(rig) == 28
+    rig.ingest.block_size_told(a, 2 * SIZE)
+    rig.ingest.step([])
+    rig.say(a, engine().stored(BRANCH))
+    assert (rig.record(a).block_size, rig.record(a).counters.skipped) == (SIZE, {})
+
+
 def test_a_belief_is_renewed_by_confirmation_and_ends_without(
     rig: Any, engine: Any, answers: Answers
 ) -> None:

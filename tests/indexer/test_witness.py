@@ -157,6 +157,16 @@ async def test_ev12_an_engine_that_restarted_and_says_nothing_is_found_by_its_st
     assert "start time" in record(indexer).reason
 
 
+async def test_ev17_the_block_size_of_an_engine_that_announces_nothing_comes_from_its_metrics(
+    indexers: Any, talker: Engine, metrics: Metrics, url: str, witnessed: Any
+) -> None:
+    metrics.body = b'vllm:cache_config_info{block_size="4",engine="0"} 1.0\n'
+    indexer = indexers()
+    witnessed(indexer)
+    await follow(indexer, talker, url=url)
+    await comes(lambda: record(indexer).block_size == 4, "its block size is known")
+
+
 async def resumed(folder: Path, indexers: Any, talker: Engine, engine: Any, url: str, witnessed: Any) -> Any:
     """Another indexer on a map whose stream was live; the engine says nothing meanwhile."""
     before = indexers(folder)
