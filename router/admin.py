@@ -51,9 +51,13 @@ class Admin:
         self._settings_errors = settings_errors
         self._tokenizers = tokenizers
 
-    def add_routes(self, app: web.Application) -> None:
+    def add_health(self, app: web.Application) -> None:
+        """What balancers and orchestrators ask."""
         app.router.add_get("/health", self.health)
         app.router.add_get("/ready", self.ready)
+
+    def add_routes(self, app: web.Application) -> None:
+        """What only operators may see."""
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/debug/replicas", self.replicas)
         app.router.add_get("/debug/decisions", self.decisions)

@@ -150,6 +150,7 @@ class Discovery:
             await asyncio.sleep(self._interval_s)
             try:
                 await self.look()
+                self.errors.pop("discovery", None)
             except Exception as error:
                 # The fleet stays as it is, and the next look may go well.
                 self._complain("discovery", f"discovery failed: {error or type(error).__name__}")
@@ -188,8 +189,8 @@ class Discovery:
         else:
             self.errors.pop("names", None)
         if specs != self._known:
-            self._known = specs
             self._update(specs)
+            self._known = specs
 
     def _complain(self, subject: str, message: str) -> None:
         self.errors[subject] = message

@@ -162,29 +162,34 @@ class Fleet:
 
     def update(self, specs: Iterable[ReplicaSpec]) -> None:
         """Makes the fleet that of ``specs``: new ones are watched, and let in gently once they are known;
-        those with another specification begin anew; those that are gone drain.
+        those with another specification begin anew; those that are gone drain. Raises SettingsError, and
+        changes nothing, for one that cannot be used.
         """
         wanted = {spec.name: spec for spec in specs}
         before = self.replicas
-        self.replicas = {name: self._updated(before.get(name), spec) for name, spec in wanted.items()}
+        same = {name for name, spec in wanted.items() if name in before and before[name].spec == spec}
+        made = {name: Replica(spec) for name, spec in wanted.items() if name not in same}
+        for name in wanted:
+            self._stop_drain(name)
+        for replica in made.values():
+            self._renew(replica)
+        self.replicas = {name: made.get(name) or before[name] for name in wanted}
         for name, replica in before.items():
             if name not in wanted:
                 self.replicas[name] = replica
                 self._drain(replica)
         self.changed()
 
-    def _updated(self, replica: Replica | None, spec: ReplicaSpec) -> Replica:
-        if (drain := self._drains.pop(spec.name, None)) is not None:
+    def _stop_drain(self, name: str) -> None:
+        if (drain := self._drains.pop(name, None)) is not None:
             drain.cancel()
-        if replica is not None and replica.spec == spec:
-            replica.draining = False
-            return replica
-        self._end(spec.name)
-        log.info("replica %s is %s: %s", spec.name, "new" if replica is None else "another", spec.url)
-        replica = Replica(spec)
-        self.outliers.came_back(spec.name)
+            self.replicas[name].draining = False
+
+    def _renew(self, replica: Replica) -> None:
+        self._end(replica.name)
+        log.info("replica %s is new: %s", replica.name, replica.url)
+        self.outliers.came_back(replica.name)
         self._begin(replica)
-        return replica
 
     def _begin(self, replica: Replica) -> None:
         self._tasks[replica.name] = [
@@ -294,7 +299,9 @@ class Fleet:
         self.changed()
 
     async def _get(self, replica: Replica, path: str, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
-        async with self._session.get(replica.url + path, timeout=limit, allow_redirects=False) as answer:
+        async with self._session.get(
+            replica.url + path, timeout=limit, allow_redirects=False, headers=replica.headers()
+        ) as answer:
             return answer.status, await answer.read()
 
     async def check_health(self, replica: Replica, timeouts: int) -> int:

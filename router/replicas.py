@@ -11,6 +11,7 @@ import msgspec
 from yarl import URL
 
 from events.address import AddressError, offset_port
+from router.credential import credential
 from router.errors import SettingsError
 
 StreamId = tuple[str, int]
@@ -18,15 +19,15 @@ StreamId = tuple[str, int]
 
 BIND = "bind:"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}")
-_FIELDS = ("events", "replay", "ranks", "topic", "model", "block-size")
+_FIELDS = ("events", "replay", "ranks", "topic", "model", "block-size", "key")
 _MAX_RANKS = 1024
-_SHAPE = "write NAME=URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,ranks=N][,topic=T][,model=M][,block-size=N]"
+_SHAPE = "write NAME=URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,ranks=N][,topic=T][,model=M][,block-size=N][,key=env:NAME|file:PATH]"
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A replica as configured. ``events`` and ``replay`` are of rank 0; None means that the engine is asked.
 
-    ``url`` has no slash at its end; ``block_size`` is in tokens.
+    ``url`` has no slash at its end; ``block_size`` is in tokens; ``key`` says where its API key is.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     topic: str | None = None
     model: str | None = None
     block_size: int | None = None
+    key: str | None = None
 
     @property
     def host(self) -> str:
@@ -54,11 +56,15 @@ def parse_replica(line: str) -> ReplicaSpec:
     for part in rest:
         key, equals, value = part.partition("=")
         if key not in _FIELDS or not equals or not value or key in fields:
-            raise SettingsError(f"--replica {name}: {part!r} is unknown, empty or given twice; {_SHAPE}")
+            shown = "key=..." if key == "key" else part
+            raise SettingsError(f"--replica {name}: {shown!r} is unknown, empty or given twice; {_SHAPE}")
         fields[key] = value
     for key in ("events", "replay"):
         if key in fields:
             _check_endpoint(name, key, fields[key])
+    if not fields.get("key", "env:").startswith(("env:", "file:")):
+        # Not quoted: it may be the key itself.
+        raise SettingsError(f"--replica {name}: key= is no place; write key=env:NAME or key=file:PATH")
     if "replay" in fields and "events" not in fields:
         raise SettingsError(f"--replica {name}: replay= without events=; give both or neither")
     return ReplicaSpec(
@@ -70,6 +76,7 @@ def parse_replica(line: str) -> ReplicaSpec:
         topic=fields.get("topic"),
         model=fields.get("model"),
         block_size=_number(name, "block-size", fields.get("block-size"), 1 << 20),
+        key=fields.get("key"),
     )
 
 
@@ -191,6 +198,8 @@ class Replica:
 
     ``ranks`` are configured, or told by the engine; ``port_ranks`` are those that only the events of a shared
     port name, as the indexer lists them. There may be more of the latter than were heard of so far.
+
+    Raises SettingsError when it is made with a key that is not where it should be.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -203,6 +212,7 @@ class Replica:
         self.ranks: tuple[int, ...] = tuple(range(spec.ranks or 1))
         self.process_started: float | None = None
         self.port_ranks: tuple[int, ...] = ()
+        self.key = credential(f"--replica {spec.name}", spec.key)
         self.tokenize_missing_until = 0.0
         self.tokenize_slow_until = 0.0
 
@@ -218,6 +228,10 @@ class Replica:
     def usable(self) -> bool:
         """Whether requests may be sent to it."""
         return self.health is not Health.DOWN and not self.draining
+
+    def headers(self) -> dict[str, str]:
+        """What our own calls to it carry."""
+        return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
 
     def streams(self) -> list[StreamId]:
         """One stream for each rank."""

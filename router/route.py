@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from aiohttp import web
+from multidict import CIMultiDict
 from opentelemetry.trace import Span
 
 from events.logs import Throttled
@@ -32,6 +33,7 @@ from router.plan import Plan, Planner
 from router.prompt import CHAT_PATH, COMPLETIONS_PATH, model_of
 from router.refusal import refusal
 from router.relay import ClientGoneError, RelayedAnswer, refused
+from router.replicas import Replica
 from router.tap import Recorder
 from router.tracing import Tracing, describe_decision, describe_request
 from router.upstream import Upstream, UpstreamAnswer
@@ -71,6 +73,7 @@ class Route:
         retry_server_errors: bool = True,
         body_idle_s: float = 30.0,
         forwarded: bool = True,
+        own_keys: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
         self._fleet = fleet
@@ -84,6 +87,7 @@ class Route:
         self._retry_server_errors = retry_server_errors
         self._body_idle_s = body_idle_s
         self._forwarded = forwarded
+        self._own_keys = own_keys
         self._recorder = recorder
         self._throttled = Throttled(log)
 
@@ -248,6 +252,7 @@ class Route:
         headers = to_replica(
             request.headers, exchange.decision.request_id, ours, via if self._forwarded else None
         )
+        self._show_keys(headers, replica)
         self._tracing.inject(headers)
         exchange.sending(request, body, headers)
         # Of a target in absolute form, as clients send it to proxies, the host is us.
@@ -268,6 +273,13 @@ class Route:
             raise refused(error, name) from error
         except UpstreamError as error:
             raise self._unanswered(request, name, NONSENSE, error) from error
+
+    def _show_keys(self, headers: CIMultiDict[str], replica: Replica) -> None:
+        """The replica gets its own key; the client's goes on to it only where that is not ours."""
+        if self._own_keys or replica.key is not None:
+            for name in ("Authorization", "X-Api-Key"):
+                headers.popall(name, None)
+        headers.update(replica.headers())
 
     def _unanswered(self, request: web.Request, name: str, code: str, error: UpstreamError) -> Exception:
         """What becomes of a request that came to the replica and got no answer."""

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,6 +28,7 @@ from router.decider import Decider
 from router.decision import HEADER_PREFIX
 from router.decision_log import DecisionLog
 from router.discovery import Discovery
+from router.doors import Doors, parse_keys
 from router.errors import ListenError, RefusedError, SettingsError
 from router.fleet import Fleet, model_cards
 from router.header_bytes import pass_header_bytes
@@ -48,6 +50,7 @@ from router.route import Route
 from router.server import Runner, await_body
 from router.settings import RouterSettings, parse_tokenizers
 from router.tap import Recorder
+from router.tls import client_context, server_context
 from router.token_cache import TokenCache
 from router.token_check import TokenCheck
 from router.tokens import Tokenizer
@@ -62,7 +65,8 @@ INDEXER_TIMEOUT_S = 2.0
 class RouterApp:
     """A router that can be served.
 
-    ``app`` is its aiohttp application; the other parts are there to look at.
+    ``app`` is its aiohttp application, ``admin_app`` that of operators, which may be the same one; the other
+    parts are there to look at.
     """
 
     def __init__(self, settings: RouterSettings, fleet: Fleet, load: Load, metrics: RouterMetrics) -> None:
@@ -77,6 +81,8 @@ class RouterApp:
         self.tokenizers: Callable[[], list[Told]] = list
         self.app = web.Application(client_max_size=settings.request_limit_bytes)
         self.app.on_response_prepare.append(leave_untyped)
+        self.admin_app = self.app if settings.admin_address() is None else web.Application()
+        self.admin_url = ""
 
     def settings_errors(self) -> list[str]:
         """Why new settings, or the places that replicas come from, are not heeded."""
@@ -122,16 +128,17 @@ async def router_app(
     _check_tokenizers(settings.tokenizer)
     specs, rules = parse_replicas(settings.replica), settings.rules()
     pass_header_bytes()
+    tls = client_context(settings.upstream_ca, settings.upstream_cert, settings.upstream_key)
     if not specs and not sources_of(settings):
         log.warning(
             "no replica is configured: every request will be answered with 503; give --replica NAME=URL"
         )
     async with AsyncExitStack() as stack:
         probes = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls))
         )
-        session = await stack.enter_async_context(_session(settings, settings.upstream_keepalive_s))
-        fresh = await stack.enter_async_context(_session(settings, 0.0))
+        session = await stack.enter_async_context(_session(settings, settings.upstream_keepalive_s, tls))
+        fresh = await stack.enter_async_context(_session(settings, 0.0, tls))
         rng = random.Random(settings.seed)
         fleet = Fleet(
             specs,
@@ -170,6 +177,7 @@ async def router_app(
             retry_server_errors=settings.retry_server_errors,
             body_idle_s=settings.body_idle_timeout_s,
             forwarded=settings.forwarded,
+            own_keys=bool(settings.api_key),
             recorder=recorder,
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
@@ -186,9 +194,14 @@ async def router_app(
             router.settings_errors,
             router.tokenizers,
         )
-        admin.add_routes(router.app)
-        router.app.router.add_get("/v1/models", router.models)
-        router.app.router.add_route("*", "/v1/{path:.*}", route.handle, expect_handler=await_body)
+        admin.add_health(router.app)
+        if router.admin_app is not router.app:
+            admin.add_health(router.admin_app)
+        admin.add_routes(router.admin_app)
+        doors = Doors(parse_keys(settings.api_key), settings.policy)
+        models, handle = doors.guarded(router.models), doors.guarded(route.handle)
+        router.app.router.add_get("/v1/models", models)
+        router.app.router.add_route("*", "/v1/{path:.*}", handle, expect_handler=await_body)
         if settings.poll_interval_s:
             poller = Poller(
                 fleet,
@@ -231,9 +244,9 @@ async def _discovering(router: RouterApp, reread: Reread | None, config: Path | 
         await router.discovery.close()
 
 
-def _session(settings: RouterSettings, keepalive_s: float) -> aiohttp.ClientSession:
+def _session(settings: RouterSettings, keepalive_s: float, tls: ssl.SSLContext) -> aiohttp.ClientSession:
     return upstream_session(
-        settings.connect_timeout_s, settings.idle_timeout_s, keepalive_s, settings.header_limit_bytes
+        settings.connect_timeout_s, settings.idle_timeout_s, keepalive_s, settings.header_limit_bytes, tls
     )
 
 
@@ -336,25 +349,43 @@ async def listening(router: RouterApp) -> AsyncIterator[str]:
     Raises ListenError.
     """
     settings = router.settings
-    host, port = host_and_port(settings.listen)
-    runner = Runner(router.app, settings.policy, settings.limits(), grace_s=settings.grace_s)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port, reuse_address=True, backlog=settings.backlog).start()
-        except OSError as error:
-            raise ListenError(_cannot_listen(settings.listen, error)) from error
-        url = http_url(host, runner.addresses[0][1])
+    tls = server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    async with AsyncExitStack() as stack:
+        admin = settings.admin_address()
+        if admin is not None:
+            # Cleaned up last: operators can look on while open answers have their grace.
+            router.admin_url = await _open(stack, router, router.admin_app, "--admin-listen", *admin, None)
+            log.info("metrics and debug pages on %s", router.admin_url)
+        url = await _open(stack, router, router.app, "--listen", *host_and_port(settings.listen), tls)
         log.info("listening on %s", url)
+        router.admin_url = router.admin_url or url
         yield url
         router.draining = True
-    finally:
-        await runner.cleanup()
 
 
-def _cannot_listen(listen: str, error: OSError) -> str:
-    why = "address already in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
-    return f"cannot listen on {listen}: {why}; choose another --listen"
+async def _open(
+    stack: AsyncExitStack,
+    router: RouterApp,
+    app: web.Application,
+    flag: str,
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+) -> str:
+    """Serves ``app``, as long as the stack is open; gives the URL. Raises ListenError."""
+    settings = router.settings
+    runner = Runner(app, settings.policy, settings.limits(), grace_s=settings.grace_s)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, host, port, reuse_address=True, backlog=settings.backlog, ssl_context=tls)
+    try:
+        await site.start()
+    except OSError as error:
+        why = "address already in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+        listen = http_url(host, port).removeprefix("http://")
+        raise ListenError(f"cannot listen on {listen}: {why}; choose another {flag}") from error
+    url = http_url(host, runner.addresses[0][1])
+    return url if tls is None else url.replace("http://", "https://", 1)
 
 
 def _raise_file_limit() -> None:

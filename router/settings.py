@@ -10,12 +10,16 @@ import msgspec
 from msgspec import Meta
 
 from events.address import AddressError, host_and_port
+from router.doors import parse_keys
 from router.errors import SettingsError
 from router.outliers import OutlierRules
 from router.policies import policy_named
 from router.replicas import checked_url, parse_replicas
 from router.rules import Rule, Rules
 from router.server import Limits
+
+SAME = "same"
+ADMIN_PORT_OFFSET = 1000
 
 
 def parse_tokenizers(lines: Iterable[str]) -> dict[str, str]:
@@ -37,6 +41,36 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     listen: Annotated[str, Meta(description="Address to serve on, HOST:PORT; port 0 picks a free one.")] = (
         "127.0.0.1:8080"
     )
+    admin_listen: Annotated[
+        str | None,
+        Meta(
+            description="Address of /metrics and /debug, HOST:PORT; 'same': on --listen, for everybody. "
+            "None: on 127.0.0.1, at the port of --listen plus 1000."
+        ),
+    ] = None
+    tls_cert: Annotated[
+        str | None, Meta(description="Certificate chain to serve https with (PEM); None: plain http.")
+    ] = None
+    tls_key: Annotated[str | None, Meta(description="Its key (PEM), if it is not in the same file.")] = None
+    tls_client_ca: Annotated[
+        str | None, Meta(description="Clients must show a certificate of this authority (PEM).")
+    ] = None
+    upstream_ca: Annotated[
+        str | None, Meta(description="Authority of https replicas (PEM); None: the system's.")
+    ] = None
+    upstream_cert: Annotated[
+        str | None, Meta(description="Certificate that https replicas are shown (PEM).")
+    ] = None
+    upstream_key: Annotated[str | None, Meta(description="Its key (PEM), if it is not in the same file.")] = (
+        None
+    )
+    api_key: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="A key that requests must carry one of; may be repeated. "
+            "NAME=SHA256[,rate=REQUESTS_PER_SECOND][,concurrency=N]; the hash of a key, never the key."
+        ),
+    ] = ()
     map: Annotated[str | None, Meta(description="Folder of the indexer's map, read in this process.")] = None
     indexer: Annotated[
         str | None,
@@ -47,8 +81,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replica: Annotated[
         tuple[str, ...],
         Meta(
-            description="A replica to route to; may be repeated. NAME=URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]"
-            "[,ranks=N][,topic=T][,model=M][,block-size=N]. What is left out is asked of the engine."
+            description="A replica to route to; may be repeated. "
+            "NAME=URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]"
+            "[,ranks=N][,topic=T][,model=M][,block-size=N][,key=env:NAME|file:PATH]. What is left out is "
+            "asked of the engine."
         ),
     ] = ()
     policy: Annotated[
@@ -198,6 +234,19 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     decisions_kept: Annotated[int, Meta(ge=1, description="Decisions shown at /debug/decisions.")] = 200
     seed: Annotated[int | None, Meta(description="Seed of the tie-break, for runs that repeat.")] = None
 
+    def admin_address(self) -> tuple[str, int] | None:
+        """Where /metrics and /debug are; None: where everything is. Raises SettingsError."""
+        if self.admin_listen == SAME:
+            return None
+        try:
+            if self.admin_listen is not None:
+                return host_and_port(self.admin_listen)
+            _, port = host_and_port(self.listen)
+        except AddressError as error:
+            raise SettingsError(f"--admin-listen: {error}") from error
+        beside = port + ADMIN_PORT_OFFSET
+        return "127.0.0.1", 0 if port == 0 else beside if beside < 1 << 16 else port - ADMIN_PORT_OFFSET
+
     def limits(self) -> Limits:
         """What a client's connection may take."""
         return Limits(
@@ -238,6 +287,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         parse_replicas(self.replica)
         parse_replicas(self.dns)
         parse_tokenizers(self.tokenizer)
+        parse_keys(self.api_key)
+        self.admin_address()
         if self.indexer is not None:
             checked_url("--indexer", self.indexer)
         if self.max_inflight is not None and self.max_inflight < 1:

@@ -5,6 +5,7 @@ come.
 from __future__ import annotations
 
 import io
+import ssl
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Protocol
@@ -55,12 +56,16 @@ class Upstream(Protocol):
 
 
 def upstream_session(
-    connect_timeout_s: float, idle_timeout_s: float, keepalive_s: float, header_bytes: int
+    connect_timeout_s: float,
+    idle_timeout_s: float,
+    keepalive_s: float,
+    header_bytes: int,
+    tls: ssl.SSLContext,
 ) -> aiohttp.ClientSession:
     """A session for LLM traffic: no limit on connections or on total time, bytes as they are.
 
     Connections are kept for ``keepalive_s`` seconds without a request; 0 keeps none. ``header_bytes`` is the
-    most that a header of an answer may take.
+    most that a header of an answer may take; ``tls`` is for URLs with https.
     """
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
@@ -69,6 +74,7 @@ def upstream_session(
             limit=0,
             keepalive_timeout=keepalive_s or None,
             force_close=not keepalive_s,
+            ssl=tls,
             ttl_dns_cache=DNS_TTL_S,
         ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -42,6 +43,8 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.url = ""
+        self.tls: ssl.SSLContext | None = None
+        self.models_headers: Mapping[str, str] = {}
         self.model = "m"
         self.cards: list[dict[str, Any]] = [{"id": "m", "object": "model", "max_model_len": 4096}]
         self.health_status = 200
@@ -74,8 +77,9 @@ class FakeEngine:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1, auto_decompress=False
         )
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", port, reuse_address=True).start()
-        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+        await web.TCPSite(self.runner, "127.0.0.1", port, reuse_address=True, ssl_context=self.tls).start()
+        scheme = "http" if self.tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self.runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         if self.runner is not None:
@@ -89,7 +93,8 @@ class FakeEngine:
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=self.health_status)
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
+        self.models_headers = request.headers
         return web.json_response({"object": "list", "data": self.cards})
 
     async def _sources(self, _: web.Request) -> web.Response:
@@ -227,6 +232,7 @@ async def running_router(
     )
     values: dict[str, Any] = {
         "listen": "127.0.0.1:0",
+        "admin_listen": "same",
         "replica": lines,
         "health_interval_s": 0.05,
         "grace_s": 0.2,

@@ -195,7 +195,9 @@ async def running(*arguments: str) -> tuple[asyncio.subprocess.Process, str]:
 async def test_op02_a_running_router_takes_its_file_anew_at_sighup(start_engine: Any, tmp_path: Path) -> None:
     engine, path = await start_engine(), tmp_path / "w.toml"
     path.write_text(f'[router]\nreplica = ["a={engine.url}"]\ndiscovery_interval_s = 60.0\n')
-    process, url = await running("--config", str(path), "router", "--listen", "127.0.0.1:0")
+    process, url = await running(
+        "--config", str(path), "router", "--listen", "127.0.0.1:0", "--admin-listen", "same"
+    )
     try:
         async with aiohttp.ClientSession() as client:
 

@@ -83,7 +83,7 @@ async def test_a_port_in_use_is_told_in_one_line() -> None:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ListenError) as caught:
-            await start(RouterSettings(listen=address))
+            await start(RouterSettings(listen=address, admin_listen="same"))
     assert str(caught.value) == f"cannot listen on {address}: address already in use; choose another --listen"
     assert isinstance(caught.value, RouterError)
 

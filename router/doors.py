@@ -1,0 +1,153 @@
+"""API keys at the router: who may send requests, how many a second and how many at once.
+
+Only hashes of the keys are configured, and kept. The limits are of this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+import msgspec
+from aiohttp import web
+
+from router.errors import RefusedError, SettingsError
+from router.headers import REQUEST_ID, request_id_of
+from router.refusal import refusal
+
+_SHAPE = (
+    "write NAME=SHA256[,rate=REQUESTS_PER_SECOND][,concurrency=N]; SHA256 of a key: printf %s KEY | sha256sum"
+)
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._@-]{0,63})=([0-9a-fA-F]{64})")
+BURST_S = 1.0
+"""What a key may send at once, in seconds of its rate; one request at least."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class KeySpec(msgspec.Struct, frozen=True):
+    """A key by its name and SHA-256. ``rate`` is in requests a second; None means no limit."""
+
+    name: str
+    digest: bytes
+    rate: float | None = None
+    concurrency: int | None = None
+
+
+def parse_key(line: str) -> KeySpec:
+    """``team-a=SHA256,rate=5,concurrency=20`` as a spec. Raises SettingsError, which quotes no more than the
+    name: somebody may have written the key itself.
+    """
+    head, *rest = (part.strip() for part in line.split(","))
+    name = head.partition("=")[0] if "=" in head else "?"
+    matched = _LINE.fullmatch(head)
+    limits = dict(part.partition("=")[::2] for part in rest)
+    if matched is None or len(limits) < len(rest) or not limits.keys() <= {"rate", "concurrency"}:
+        raise SettingsError(f"--api-key {name[:64]}: no key; {_SHAPE}")
+    try:
+        rate = float(limits["rate"]) if "rate" in limits else None
+        concurrency = int(limits["concurrency"]) if "concurrency" in limits else None
+    except ValueError:
+        raise SettingsError(f"--api-key {name[:64]}: a limit that is no number; {_SHAPE}") from None
+    if (rate is not None and not 0 < rate < float("inf")) or (concurrency is not None and concurrency < 1):
+        raise SettingsError(f"--api-key {name[:64]}: a limit that is not above 0; {_SHAPE}")
+    return KeySpec(matched[1], bytes.fromhex(matched[2]), rate, concurrency)
+
+
+def parse_keys(lines: Iterable[str]) -> list[KeySpec]:
+    """All keys of the settings. Raises SettingsError, also for a name or a hash that is given twice."""
+    keys = [parse_key(line) for line in lines]
+    for what in ({key.name for key in keys}, {key.digest for key in keys}):
+        if len(what) < len(keys):
+            raise SettingsError("--api-key: a name or a key is given twice; give each once")
+    return keys
+
+
+class Allowance:
+    """What one key may still do now. ``clock`` is in seconds."""
+
+    def __init__(self, spec: KeySpec, clock: Callable[[], float]) -> None:
+        self.spec = spec
+        self._clock = clock
+        self._most = max(1.0, (spec.rate or 0.0) * BURST_S)
+        self._left = self._most
+        self._at = clock()
+        self.running = 0
+
+    def enter(self) -> None:
+        """Takes one request in; ``leave`` must follow. Raises RefusedError (429) over a limit."""
+        spec = self.spec
+        if spec.concurrency is not None and self.running >= spec.concurrency:
+            raise _too_many(f"{spec.concurrency} requests at once", 1)
+        if spec.rate is not None:
+            now = self._clock()
+            self._left = min(self._most, self._left + (now - self._at) * spec.rate)
+            self._at = now
+            if self._left < 1:
+                raise _too_many(
+                    f"{spec.rate:g} requests a second", max(1, round((1 - self._left) / spec.rate))
+                )
+            self._left -= 1
+        self.running += 1
+
+    def leave(self) -> None:
+        self.running -= 1
+
+
+class Doors:
+    """Lets requests in that carry one of the keys. ``policy`` is named in refusals."""
+
+    def __init__(
+        self, keys: Iterable[KeySpec], policy: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._policy = policy
+        self._allowances = [Allowance(key, clock) for key in keys]
+
+    def guarded(self, handler: Handler) -> Handler:
+        """The handler behind the doors; itself where there are no keys."""
+        if not self._allowances:
+            return handler
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                allowance = self.allowance(request.headers)
+                allowance.enter()
+            except RefusedError as error:
+                response = refusal(error, self._policy, {REQUEST_ID: request_id_of(request.headers)})
+                if error.status == 401:
+                    response.headers["WWW-Authenticate"] = "Bearer"
+                return response
+            try:
+                return await handler(request)
+            finally:
+                allowance.leave()
+
+        return handle
+
+    def allowance(self, headers: Mapping[str, str]) -> Allowance:
+        """That of the key which the request carries. Raises RefusedError (401)."""
+        given = hashlib.sha256(_key_in(headers).encode("utf-8", "surrogateescape")).digest()
+        found: Allowance | None = None
+        # All are compared, each in constant time: how long it takes must not tell which one was near.
+        for allowance in self._allowances:
+            if hmac.compare_digest(given, allowance.spec.digest):
+                found = allowance
+        if found is None:
+            raise RefusedError(
+                401, "AuthenticationError", "The API key is missing or wrong", reason="api key"
+            )
+        return found
+
+
+def _key_in(headers: Mapping[str, str]) -> str:
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    # Anthropic's clients (/v1/messages) send it in a header of its own.
+    return key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
+
+
+def _too_many(limit: str, retry_after_s: int) -> RefusedError:
+    message = f"This API key may send {limit}"
+    return RefusedError(429, "RateLimitError", message, retry_after=retry_after_s, reason="rate limit")

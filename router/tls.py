@@ -1,0 +1,48 @@
+"""TLS towards clients and towards replicas."""
+
+from __future__ import annotations
+
+import ssl
+
+from router.errors import SettingsError
+
+
+def server_context(cert: str | None, key: str | None, client_ca: str | None) -> ssl.SSLContext | None:
+    """For listening; None without a certificate. ``client_ca``: clients must show a certificate of it.
+
+    Raises SettingsError.
+    """
+    if cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    _load_chain(context, "--tls-cert", cert, key)
+    if client_ca is not None:
+        _load_ca(context, "--tls-client-ca", client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def client_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
+    """For replicas with an https URL. Without ``ca`` the system's authorities count. Raises SettingsError."""
+    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
+    if ca is not None:
+        # Only this one: the system's would let anybody's certificate in.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        _load_ca(context, "--upstream-ca", ca)
+    if cert is not None:
+        _load_chain(context, "--upstream-cert", cert, key)
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, what: str, cert: str, key: str | None) -> None:
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"{what} {cert}: cannot be used with key {key or cert}: {error}") from error
+
+
+def _load_ca(context: ssl.SSLContext, what: str, ca: str) -> None:
+    try:
+        context.load_verify_locations(ca)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"{what} {ca}: no certificates can be read: {error}") from error

@@ -1,0 +1,302 @@
+"""Who may come in, and what is shown to whom: over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from router.credential import credential
+from router.doors import Allowance, KeySpec, parse_key, parse_keys
+from router.errors import RefusedError, SettingsError
+from router.settings import RouterSettings
+from router.tls import client_context, server_context
+
+BODY = {"model": "m", "prompt": [1]}
+KEY = "sk-router-secret"
+
+
+def line(key: str = KEY, name: str = "team", more: str = "") -> str:
+    return f"{name}={hashlib.sha256(key.encode()).hexdigest()}{more}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", KEY, f"team={KEY}", "team=abc", line(name="")),
+        *(line(more=f",{limit}") for limit in ("rate=x", "rate=0", "rate=inf", "rate=1,rate=2", "speed=1")),
+        line(more=",concurrency=0"),
+    ],
+)
+def test_a_key_that_makes_no_sense_is_refused_and_never_quoted(text: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_key(text)
+    assert KEY not in str(caught.value)
+
+
+def test_keys_are_given_once() -> None:
+    for lines in ([line(), line("other")], [line(), line(name="two")]):
+        with pytest.raises(SettingsError, match="twice"):
+            parse_keys(lines)
+    assert [key.name for key in parse_keys([line(), line("other", "two")])] == ["team", "two"]
+
+
+def test_a_rate_lets_a_second_of_it_in_at_once_and_then_one_by_one() -> None:
+    now = 100.0
+    allowance = Allowance(KeySpec("k", b"", rate=2.0), lambda: now)
+
+    def admitted() -> int:
+        before = allowance.running
+
+        def enter_all() -> None:
+            while True:
+                allowance.enter()
+
+        with pytest.raises(RefusedError) as refused:
+            enter_all()
+        assert (refused.value.status, refused.value.retry_after) == (429, 1)
+        return allowance.running - before
+
+    assert admitted() == 2
+    now += 0.5
+    assert admitted() == 1
+    now += 60
+    assert admitted() == 2
+
+
+async def test_a_request_needs_one_of_the_keys(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine, api_key=(line(), line("other", "two")))
+    good = ({"Authorization": f"Bearer {KEY}"}, {"authorization": "bearer other"}, {"X-Api-Key": KEY})
+    bad = (
+        {},
+        {"Authorization": KEY},
+        {"Authorization": "Bearer x"},
+        {"X-Api-Key": "\xe9"},
+        {"X-Api-Key": ""},
+    )
+    for path in ("/v1/completions", "/v1/anything", "/v1/models"):
+        method = "GET" if path == "/v1/models" else "POST"
+        for headers in good:
+            async with router.client.request(
+                method, router.url + path, json=BODY, headers=headers
+            ) as response:
+                assert response.status == 200
+        for headers in bad:
+            async with router.client.request(
+                method, router.url + path, json=BODY, headers=headers
+            ) as response:
+                assert response.status == 401
+                assert (await response.json())["error"]["type"] == "AuthenticationError"
+                assert response.headers["WWW-Authenticate"] == "Bearer"
+                assert response.headers["X-Request-Id"]
+    assert engine.generated == 6
+    # The router's keys are nobody else's business.
+    assert not any({"Authorization", "X-Api-Key"} & set(request.headers) for request in engine.requests)
+    async with router.client.get(f"{router.url}/health") as response:
+        assert response.status == 200
+
+
+async def test_a_key_has_its_own_concurrency(start_engine: Any, start_router: Any, kit: Any) -> None:
+    gate = asyncio.Event()
+
+    async def answer(_: web.Request) -> web.Response:
+        await gate.wait()
+        return web.json_response({})
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine, api_key=(line(more=",concurrency=2"), line("other", "two")))
+
+    async def send(key: str) -> tuple[int, str | None]:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with router.client.post(f"{router.url}/v1/completions", json=BODY, headers=headers) as response:
+            return response.status, response.headers.get("Retry-After")
+
+    running = [asyncio.create_task(send(KEY)) for _ in range(2)]
+    await kit.wait_until(lambda: engine.open == 2, "both run")
+    assert await send(KEY) == (429, "1")
+    running.append(asyncio.create_task(send("other")))
+    await kit.wait_until(lambda: engine.open == 3, "the other key's runs")
+    gate.set()
+    assert [status for status, _ in await asyncio.gather(*running)] == [200] * 3
+    assert (await send(KEY))[0] == 200
+
+
+async def test_a_replica_gets_its_own_key_in_place_of_the_clients(
+    start_engine: Any,
+    start_router: Any,
+    kit: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: Any,
+) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "sk-env-secret")
+    (tmp_path / "key").write_text("sk-file-secret\n")
+    engines = [await start_engine() for _ in range(3)]
+    places = (",key=env:ENGINE_KEY", f",key=file:{tmp_path / 'key'}", "")
+    with caplog.at_level(logging.DEBUG):
+        router = await start_router(
+            *(f"e{n}={engine.url}{places[n]}" for n, engine in enumerate(engines)), policy="round-robin"
+        )
+        for _ in range(3):
+            headers = {"Authorization": "Bearer sk-client", "X-Api-Key": "sk-client"}
+            async with router.client.post(
+                f"{router.url}/v1/completions", json=BODY, headers=headers
+            ) as response:
+                assert response.status == 200
+    sent = [engine.requests[-1].headers for engine in engines]
+    assert [headers["Authorization"] for headers in sent] == [
+        "Bearer sk-env-secret",
+        "Bearer sk-file-secret",
+        "Bearer sk-client",
+    ]
+    assert ["X-Api-Key" in headers for headers in sent] == [False, False, True]
+    assert [engine.models_headers["Authorization"] for engine in engines[:2]] == [
+        "Bearer sk-env-secret",
+        "Bearer sk-file-secret",
+    ]
+    shown = str(await router.get("/debug/replicas")) + str(await router.get("/debug/decisions"))
+    shown += router.parts.metrics.render().decode() + caplog.text
+    assert "secret" not in shown
+    assert "sk-client" not in shown
+
+
+def test_a_key_that_is_not_where_it_should_be_is_told_without_it(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"sk-secret\x01")
+    (tmp_path / "empty").write_text("\n")
+    references = ("env:MISSING", f"file:{tmp_path}/gone", f"file:{tmp_path}/bad", f"file:{tmp_path}/empty")
+    for reference in references:
+        with pytest.raises(SettingsError, match="--replica e0") as caught:
+            credential("--replica e0", reference, {})
+        assert "sk-secret" not in str(caught.value)
+    assert credential("x", "env:K", {"K": " k\n"}) == "k"
+    for bad in ("e0=http://h:1,key=sk-secret", "e0=http://h:1,key=env:A,key=sk-secret"):
+        with pytest.raises(SettingsError) as caught:
+            RouterSettings(replica=(bad,)).check()
+        assert "sk-secret" not in str(caught.value)
+
+
+async def test_a_replica_whose_key_is_missing_changes_nothing(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    from router.replicas import parse_replicas  # noqa: PLC0415
+
+    with pytest.raises(SettingsError):
+        router.parts.fleet.update(parse_replicas([f"new={engine.url}", f"bad={engine.url},key=env:MISSING"]))
+    assert list(router.parts.fleet.replicas) == ["e0"]
+    assert (await router.complete([1])).status == 200
+
+
+async def test_op10_metrics_and_debug_pages_are_on_an_address_of_their_own(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine(), admin_listen=None)
+    admin = router.parts.admin_url
+    assert admin.startswith("http://127.0.0.1:")
+    assert admin != router.url
+    await router.complete([1])
+    for path in ("/metrics", "/debug/replicas", "/debug/decisions"):
+        async with router.client.get(router.url + path) as response:
+            assert response.status == 404
+        async with router.client.get(admin + path) as response:
+            assert response.status == 200
+    for path in ("/health", "/ready"):
+        for url in (router.url, admin):
+            async with router.client.get(url + path) as response:
+                assert response.status == 200
+    async with router.client.post(f"{admin}/v1/completions", json=BODY) as response:
+        assert response.status == 404
+
+
+@pytest.mark.parametrize(
+    ("listen", "admin_listen", "address"),
+    [
+        ("0.0.0.0:8080", None, ("127.0.0.1", 9080)),
+        ("0.0.0.0:65000", None, ("127.0.0.1", 64000)),
+        ("0.0.0.0:0", None, ("127.0.0.1", 0)),
+        ("0.0.0.0:8080", "[::1]:1", ("::1", 1)),
+        ("0.0.0.0:8080", "same", None),
+    ],
+)
+def test_where_operators_look(listen: str, admin_listen: str | None, address: Any) -> None:
+    assert RouterSettings(listen=listen, admin_listen=admin_listen).admin_address() == address
+
+
+def openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``ca.pem``, with ``server.pem`` and ``client.pem`` of it and their keys; ``other.pem``: another CA."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+    for name in ("ca", "other"):
+        openssl(folder, *new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
+    for name in ("server", "client"):
+        more = (
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+        )
+        openssl(folder, *new, *more, "-keyout", f"{name}.key", "-out", f"{name}.pem")
+    return folder
+
+
+async def test_https_in_and_out_with_certificates_of_ones_own(
+    start_engine: Any, start_router: Any, certificates: Path
+) -> None:
+    def at(name: str) -> str:
+        return str(certificates / name)
+
+    engine_tls = server_context(at("server.pem"), at("server.key"), at("ca.pem"))
+    engine = await start_engine(tls=engine_tls)
+    assert engine.url.startswith("https://")
+    router = await start_router(
+        engine,
+        tls_cert=at("server.pem"),
+        tls_key=at("server.key"),
+        tls_client_ca=at("ca.pem"),
+        upstream_ca=at("ca.pem"),
+        upstream_cert=at("client.pem"),
+        upstream_key=at("client.key"),
+    )
+    assert router.url.startswith("https://")
+    ours = client_context(at("ca.pem"), at("client.pem"), at("client.key"))
+    async with router.client.post(f"{router.url}/v1/completions", json=BODY, ssl=ours) as response:
+        assert response.status == 200
+    assert engine.requests[-1].headers["X-Forwarded-Proto"] == "https"
+    # Nobody comes in without a certificate, and nothing goes to an engine that another authority vouches for.
+    with pytest.raises((aiohttp.ClientError, ssl.SSLError)):
+        async with router.client.get(
+            f"{router.url}/health", ssl=client_context(at("ca.pem"), None, None)
+        ) as response:
+            await response.read()
+    stranger = await start_router(engine, wait=False, upstream_ca=at("other.pem"))
+    assert (await stranger.complete([1])).status == 503
+
+
+@pytest.mark.parametrize("setting", ["tls_cert", "upstream_ca", "upstream_cert"])
+async def test_certificates_that_cannot_be_used_are_named(
+    start_router: Any, setting: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.pem").write_text("nonsense")
+    for name in ("bad.pem", "gone.pem"):
+        with pytest.raises(SettingsError, match=f"--{setting.replace('_', '-')} .*{name}"):
+            await start_router(**{setting: str(tmp_path / name)})
