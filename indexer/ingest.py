@@ -35,7 +35,7 @@ EVICT_STEPS = 16
 NO_BOUNDS = Bounds()
 IDLE_S = 0.1
 HEARTBEAT_S = 0.5
-SYNC_S = 60.0
+READERS_CHECK_S = 60.0
 RECOVERY_PAUSE_S = 1.0
 
 Job = Callable[[Group], Any]
@@ -84,7 +84,7 @@ class Ingest:
         self._followed: dict[StreamId, Followed] = {}
         self._room = Room()
         self._beat_at = float("-inf")
-        self._sync_at = clock() + SYNC_S
+        self._check_readers_at = clock() + READERS_CHECK_S
         self._sweeping = False
         self._running = False
         self._thread: threading.Thread | None = None
@@ -248,14 +248,14 @@ class Ingest:
             self._commit(signals, now)
 
     def _keep_house(self) -> None:
-        """Collects, evicts and syncs as far as it is due. Raises MapError."""
+        """Collects, evicts and forgets dead readers as far as it is due. Raises MapError."""
         now = self._clock()
         for _ in range(1 + self._writer.garbage // COLLECT_SHARE if self._writer.garbage else 0):
             self._writer.collect()
         self._keep_bounds()
-        if now >= self._sync_at:
-            self._writer.sync()
-            self._sync_at = now + SYNC_S
+        if now >= self._check_readers_at:
+            self._writer.forget_dead_readers()
+            self._check_readers_at = now + READERS_CHECK_S
             self._sweeping = any(record.waiting for record in self._writer.streams.values())
         if self._sweeping:
             self._sweeping = self._writer.sweep_waiting(self._writer.now() - WAITING_TTL_S)

@@ -140,7 +140,8 @@ class MapWriter:
             txn.put(META_BOOT, boot, db=self.tables.meta)
             txn.put(META_CLEAN, b"0", db=self.tables.meta)
             txn.delete(META_ADDRESS, db=self.tables.meta)
-        self.env.sync(True)
+        if (meta.get(META_BOOT), meta.get(META_CLEAN)) != (boot, b"0"):  # else the disk says so already
+            self.env.sync(True)
         return registered
 
     def _registrations(self) -> list[Registration]:
@@ -392,26 +393,18 @@ class MapWriter:
 
         Readers that died in the middle of a query are forgotten too: they keep old pages from being reused.
         """
-        self._forget_dead_readers()
+        self.forget_dead_readers()
         if self._retired:
             self.collect(count)
         else:
             self.forget(count)
 
-    # the end
-
-    def sync(self) -> None:
-        """Writes dirty pages to disk: the map survives the process without it, not the host.
-
-        Raises MapError.
-        """
-        with as_map_error("write", self.path):
-            self.env.sync(True)
-        self._forget_dead_readers()
-
-    def _forget_dead_readers(self) -> None:
+    def forget_dead_readers(self) -> None:
+        """Those that died in the middle of a query keep old pages from being reused. Raises MapError."""
         with as_map_error("write", self.path):
             self.env.reader_check()
+
+    # the end
 
     def close(self) -> None:
         """Closes the map, cleanly if it has room to say so."""

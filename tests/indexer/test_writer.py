@@ -16,6 +16,7 @@ from indexer.registration import Registration
 from indexer.writer import MapWriter
 from warmroute import main
 
+open_lmdb = lmdb.open
 PROMPT = list(range(28))
 
 WRITER = """
@@ -230,7 +231,7 @@ def test_a_map_that_cannot_even_be_read_after_a_failure_is_read_before_the_next_
             group.touch(record)
             rig.writer.env = Unreadable(env)
             raise lmdb.DiskError("made to fail")
-        for action in (rig.writer.group().__enter__, rig.writer.used_bytes, rig.writer.sync):
+        for action in (rig.writer.group().__enter__, rig.writer.used_bytes, rig.writer.forget_dead_readers):
             with pytest.raises(MapError, match="made to fail"):
                 action()
     finally:
@@ -375,11 +376,57 @@ def test_the_highest_slot_can_be_written(rig: Any, engine: Any, monkeypatch: pyt
 # others
 
 
+class Syncs:
+    """Notes how often each map is forced to the disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        monkeypatch.setattr("indexer.folder.lmdb.open", self._open)
+
+    def _open(self, *arguments: Any, **options: Any) -> Any:
+        return Syncing(open_lmdb(*arguments, **options), self)
+
+
+class Syncing:
+    """An environment that counts."""
+
+    def __init__(self, env: lmdb.Environment, syncs: Syncs) -> None:
+        self._env = env
+        self._syncs = syncs
+
+    def sync(self, force: bool = False) -> None:
+        self._syncs.count += 1
+        self._env.sync(force)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+
+def test_a_restart_in_the_same_boot_waits_for_no_disk(
+    make_rig: Any, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a running writer: what it changed may take the disk many seconds, and nothing is promised."""
+    syncs = Syncs(monkeypatch)
+    rig = make_rig(tmp_path)
+    assert syncs.count == 1, "that the map is in use is on the disk before anything else is"
+    rig.say(rig.follow("A"), engine().stored(PROMPT))
+    rig.now += 1_000.0
+    rig.ingest.step([])
+    rig.abandon()
+    rig = make_rig(tmp_path)
+    assert rig.held(PROMPT) == {"A": (28, 28, 28)}
+    assert syncs.count == 1
+    rig.close()
+    assert syncs.count == 3
+    make_rig(tmp_path).abandon()
+    assert syncs.count == 4, "it was closed cleanly, and is in use again"
+
+
 def test_readers_that_died_in_a_query_are_forgotten(rig: Any, script: Any) -> None:
     rig.follow("A")
     reader = script(READER_IN_A_QUERY, rig.writer.path)
     assert reader.answer() == 1
     assert str(reader.process.pid) in rig.writer.env.readers()
     reader.end()
-    rig.writer.sync()
+    rig.writer.forget_dead_readers()
     assert str(reader.process.pid) not in rig.writer.env.readers()
