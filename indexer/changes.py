@@ -18,6 +18,7 @@ from indexer.layout import (
     CPU,
     GPU,
     META_AGE,
+    NO_COPIES,
     NOBODY,
     Copies,
     Holders,
@@ -26,8 +27,10 @@ from indexer.layout import (
     Waiting,
     age_key,
     decode_holders,
+    decode_shared,
     decode_waiting,
     encode_holders,
+    encode_shared,
     encode_until,
     encode_waiting,
     read_untils,
@@ -50,6 +53,8 @@ class Changes:
         self._changed_names: dict[bytes, Name | bytes | None] = {}
         self._holders: dict[bytes, Holders] = {}
         self._changed_holders: dict[bytes, Holders] = {}
+        self._shared: dict[bytes, Copies] = {}
+        self._changed_shared: set[bytes] = set()
         self._waiting: dict[bytes, Waiting | None] = {}
         self._changed_waiting: set[bytes] = set()
         self._came: dict[int, bytes] = {}
@@ -105,23 +110,43 @@ class Changes:
             found = self._holders[key] = NOBODY if value is None else decode_holders(value)
         return found
 
-    def hold(self, key: bytes, tier: int, slots: int) -> None:
-        """Stages that the ``slots`` (a bitmap) hold a block in ``tier``."""
-        gpu, cpu, disk = self._holders.get(key) or self.holders(key)
+    def hold(self, key: bytes, tier: int, slots: int) -> bool:
+        """Stages that the ``slots`` (a bitmap) hold a block in ``tier``; gives whether they did already."""
+        before = self._holders.get(key) or self.holders(key)
+        gpu, cpu, disk = before
         if tier == GPU:
             held = (gpu | slots, cpu, disk)
         elif tier == CPU:
             held = (gpu, cpu | slots, disk)
         else:
             held = (gpu, cpu, disk | slots)
+        if held == before:
+            return True
         self._holders[key] = self._changed_holders[key] = held
+        return False
 
     def unhold(self, key: bytes, tier: int, slots: int) -> None:
         """Stages that the ``slots`` (a bitmap) no longer hold a block in ``tier``."""
-        self.hold(key, tier, slots)
-        holders = list(self._holders[key])
-        holders[tier] ^= slots
+        holders = list(self._holders.get(key) or self.holders(key))
+        holders[tier] &= ~slots
         self._holders[key] = self._changed_holders[key] = (holders[0], holders[1], holders[2])
+
+    def shared(self, key: bytes) -> Copies:
+        """How many names more than one hold a block, per tier; by slot and key in ``blocks``."""
+        found = self._shared.get(key)
+        if found is None:
+            value = self._get(key, db=self._tables.shared)
+            found = self._shared[key] = NO_COPIES if value is None else decode_shared(value)
+        return found
+
+    def share(self, key: bytes, tier: int, names: int) -> int:
+        """Stages that so many more names hold a block, or fewer; gives how many rows more there are."""
+        before = self.shared(key)
+        counts = list(before)
+        counts[tier] += names
+        after = self._shared[key] = (counts[0], counts[1], counts[2])
+        self._changed_shared.add(key)
+        return (after != NO_COPIES) - (before != NO_COPIES)
 
     def waiting(self, key: bytes) -> Waiting | None:
         """The block with this names key that waits for its parent."""
@@ -219,6 +244,12 @@ class Changes:
         self._write(self._tables.names, list(rows.items()), bytes)
         holders = [(key, None if held == NOBODY else held) for key, held in self._changed_holders.items()]
         self._write(self._tables.blocks, holders, encode_holders)
+        shared = [(key, self._shared[key]) for key in self._changed_shared]
+        self._write(
+            self._tables.shared,
+            [(key, None if counts == NO_COPIES else counts) for key, counts in shared],
+            lambda counts: encode_shared(*counts),
+        )
         waiting = [(key, self._waiting[key]) for key in self._changed_waiting]
         self._write(self._tables.waiting, waiting, encode_waiting)
         self._write_ages()

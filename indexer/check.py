@@ -21,11 +21,14 @@ from indexer.folder import as_map_error, open_to_read
 from indexer.keys import KEY_BYTES
 from indexer.layout import (
     AGE_BYTES,
+    GPU,
     MAX_SLOTS,
     META_GENERATION,
     META_SCHEMA,
+    NO_COPIES,
     SCHEMA_VERSION,
     TIERS,
+    Copies,
     Holders,
     Name,
     StreamKey,
@@ -35,8 +38,10 @@ from indexer.layout import (
     age_key,
     decode_holders,
     decode_record,
+    decode_shared,
     decode_until,
     decode_waiting,
+    holders_key,
     slot_key,
 )
 from indexer.sharding import whole_map
@@ -141,6 +146,7 @@ class _Held(NamedTuple):
     """The tables' rows of one stream, by key."""
 
     names: dict[bytes, Name]
+    shared: dict[bytes, Copies]
     waiting: dict[bytes, Waiting]
     links: list[tuple[bytes, bytes]]
 
@@ -151,6 +157,7 @@ class _Check:
         self._tables = tables
         self._by_slot = {
             "names": tables.names,
+            "shared": tables.shared,
             "waiting": tables.waiting,
             "children": tables.children,
             "denied": tables.denied,
@@ -241,15 +248,38 @@ class _Check:
             age = self._txn.get(age_key(name.age), db=self._tables.ages) if name.held else key
             if age is None or bytes(age) != key:
                 self._report.tell("names", _words(record, key), f"its age {name.age} leads elsewhere")
-        for key, tiers in self._expected(held.names).items():
-            self._check_holder(record, key, tiers)
-            for tier in range(len(TIERS)):
-                self._held[record.slot, tier] += tiers >> tier & 1
+        expected = self._expected(record, held.names)
+        for key, names in expected.items():
+            self._check_holder(record, key, names)
+            for tier, count in enumerate(names):
+                self._held[record.slot, tier] += bool(count)
+        self._check_shared(record, expected, held.shared)
+
+    def _check_shared(
+        self, record: StreamRecord, expected: dict[bytes, Copies], shared: dict[bytes, Copies]
+    ) -> None:
+        """Names more than one of a block are counted, wherever there are some."""
+        slot = slot_key(record.slot)
+        more: dict[bytes, Copies] = {}
+        for key, (gpu, cpu, disk) in expected.items():
+            counts = (max(0, gpu - 1), max(0, cpu - 1), max(0, disk - 1))
+            if any(counts):
+                more[slot + key] = counts
+        for key in sorted(more.keys() | shared.keys()):
+            if more.get(key) != shared.get(key):
+                true, told = more.get(key, NO_COPIES), shared.get(key)
+                problem = f"{_title(record)} counts {told} names more than one, there are {true}"
+                self._report.tell("shared", key.hex(), problem)
+        if record.shared != len(more):
+            problem = f"counts {record.shared} blocks that several names hold, there are {len(more)}"
+            self._report.tell("streams", _title(record), problem)
 
     def _read(self, record: StreamRecord) -> _Held:
-        held = _Held({}, {}, [])
+        held = _Held({}, {}, {}, [])
         for key, value in self._readable(record, "names"):
             held.names[key] = Name.decode(value)
+        for key, value in self._readable(record, "shared"):
+            held.shared[key] = decode_shared(value)
         for key, value in self._readable(record, "waiting"):
             held.waiting[key] = decode_waiting(value)
         held.links.extend(self._readable(record, "children"))
@@ -269,16 +299,18 @@ class _Check:
             else:
                 yield key, value
 
-    def _expected(self, names: dict[bytes, Name]) -> dict[bytes, int]:
-        """The tiers (bit n for tier n) in which a stream's names hold blocks, by block key."""
-        expected: dict[bytes, int] = {}
-        for name in names.values():
-            tiers = sum(1 << tier for tier, copies in enumerate(name.copies) if copies)
-            if tiers:
-                expected[name.key] = expected.get(name.key, 0) | tiers
+    def _expected(self, record: StreamRecord, names: dict[bytes, Name]) -> dict[bytes, Copies]:
+        """How many of a stream's names hold a block, per tier, by key in ``blocks``."""
+        expected: dict[bytes, Copies] = {}
+        for key, name in names.items():
+            if name.held:
+                block = holders_key(key, name.key, record.main_group)
+                gpu, cpu, disk = (bool(copies) for copies in name.copies)
+                before = expected.get(block, NO_COPIES)
+                expected[block] = (before[0] + gpu, before[1] + cpu, before[2] + disk)
         return expected
 
-    def _check_holder(self, record: StreamRecord, key: bytes, tiers: int) -> None:
+    def _check_holder(self, record: StreamRecord, key: bytes, names: Copies) -> None:
         value = self._txn.get(key, db=self._tables.blocks)
         holders = None if value is None else _holders(bytes(value))
         if holders is None:
@@ -286,7 +318,7 @@ class _Check:
             self._suspects.add(record.slot)
             return
         for tier, bits in enumerate(holders):
-            if (bits >> record.slot & 1) < (tiers >> tier & 1):
+            if names[tier] and not bits >> record.slot & 1:
                 who = f"{_title(record)} has a name for it and is not among its holders"
                 self._report.tell("blocks", key.hex(), f"{who} ({TIERS[tier]})")
                 self._suspects.add(record.slot)
@@ -317,7 +349,7 @@ class _Check:
         problems: dict[bytes, str | None] = {}
         known = sum(1 << record.slot for record in self._records.values())
         for key, value in self._rows(self._tables.blocks, b""):
-            if len(key) != KEY_BYTES:
+            if len(key) not in (KEY_BYTES, KEY_BYTES + 1):  # a block, or a block and an attention group
                 self._report.tell("blocks", key.hex(), f"the key has {len(key)} bytes, not {KEY_BYTES}")
             if value not in problems:
                 problems[value] = _problem(value, known)
@@ -338,18 +370,18 @@ class _Check:
         """Slots whose bits are not as many as their names, and retired ones: each bit needs a name."""
         by_slot = {record.slot: record for record in self._records.values()}
         suspects = {slot: by_slot[slot] for slot in self._suspects if slot in by_slot}
-        expected = {slot: self._expected_again(slot) for slot in suspects}
+        expected = {slot: self._expected_again(record) for slot, record in suspects.items()}
         mask = sum(1 << slot for slot in suspects)
         for key, value in self._rows(self._tables.blocks, b"") if suspects else ():
             for tier, bits in enumerate(_holders(value) or ()):
                 for slot in _bits(bits & mask):
-                    if not expected[slot].get(key, 0) >> tier & 1:
+                    if not expected[slot].get(key, NO_COPIES)[tier]:
                         who = f"{_title(suspects[slot])} is a holder ({TIERS[tier]}) that has no name for it"
                         self._report.tell("blocks", key.hex(), who)
 
-    def _expected_again(self, slot: int) -> dict[bytes, int]:
-        names = {key: self._name(key) for key, _ in self._rows(self._tables.names, slot_key(slot))}
-        return self._expected({key: name for key, name in names.items() if name is not None})
+    def _expected_again(self, record: StreamRecord) -> dict[bytes, Copies]:
+        names = {key: self._name(key) for key, _ in self._rows(self._tables.names, slot_key(record.slot))}
+        return self._expected(record, {key: name for key, name in names.items() if name is not None})
 
 
 class _Stream:
@@ -386,9 +418,13 @@ class _Stream:
                 self._tell("names", key, f"counts {name.ghosts} ghosts behind it, there are {ghosts[key]}")
             if not (name.held or children[key] or ghosts[key]):
                 self._tell("names", key, "is a ghost on which nothing hangs")
+            if name.again >= max(1, name.copies[GPU]):
+                self._tell("names", key, f"doubts {name.again} of {name.copies[GPU]} copies on the GPU")
+            if key[2] != self._record.main_group and name.parent:
+                self._tell("names", key, "is in a chain, but not of the main attention group")
 
     def _check_waiting(self) -> None:
-        expected = {(key[:3] + waiting.parent, key) for key, waiting in self._waiting.items()}
+        expected = {(waiting.awaits(key), key) for key, waiting in self._waiting.items()}
         links = set(self._links)
         for parent, child in sorted(links - expected):
             self._tell("children", parent, f"{_words(self._record, child)} does not wait for it")
@@ -399,8 +435,13 @@ class _Stream:
                 self._tell("waiting", key, "a block without copies waits")
             if key in self._names:
                 self._tell("waiting", key, "both waits and is known")
-            if key[:3] + waiting.parent in self._names:
-                self._tell("waiting", key, f"waits for {_hash(waiting.parent)}, which is known")
+            if self._awaited(key, waiting) in self._names:
+                self._tell("waiting", key, f"waits for {_hash(waiting.awaits(key)[3:])}, which is known")
+
+    def _awaited(self, key: bytes, waiting: Waiting) -> bytes:
+        """The names key of what a block waits for."""
+        awaited, main = waiting.awaits(key), self._record.main_group
+        return awaited if waiting.local or main is None else awaited[:2] + bytes([main]) + awaited[3:]
 
     def _check_record(self) -> None:
         record = self._record
@@ -426,9 +467,15 @@ def _check_name(key: bytes, value: bytes) -> None:
     Name.decode(value)
 
 
+def _check_shared(key: bytes, value: bytes) -> None:
+    if len(key) not in (_CORRECTION, _CORRECTION + 1):
+        raise ValueError(f"the key has {len(key)} bytes, not {_CORRECTION}")
+    decode_shared(value)
+
+
 def _check_waiting(key: bytes, value: bytes) -> None:
     _check_width(key)
-    _check_width(key[:3] + decode_waiting(value).parent)
+    _check_width(decode_waiting(value).awaits(key))
 
 
 def _check_link(key: bytes, value: bytes) -> None:
@@ -449,6 +496,7 @@ def _check_width(key: bytes) -> None:
 
 _READ: dict[str, Callable[[bytes, bytes], None]] = {
     "names": _check_name,
+    "shared": _check_shared,
     "waiting": _check_waiting,
     "children": _check_link,
     "denied": _check_correction,

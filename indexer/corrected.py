@@ -34,6 +34,10 @@ class Corrected:
                 for block in blocks:
                     bitmaps[block] = bitmaps.get(block, 0) | 1 << number
 
+    def believes(self, key: bytes) -> int:
+        """Bitmap of the slots that are believed to hold a block."""
+        return self._believed.get(key, 0)
+
     def over(self, lookup: Lookup) -> Lookup:
         """``lookup``, corrected."""
         if not self.slots:

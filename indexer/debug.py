@@ -89,6 +89,7 @@ def recorded(status: StreamStatus) -> dict[str, Any]:
         "block_size": record.block_size,
         "hash_form": record.hash_form,
         "group_kinds": {str(group): kind for group, kind in record.group_kinds.items()},
+        "notes": record.notes,
         "blocks": record.blocks,
         "orphans": record.orphans,
         "waiting": record.waiting,

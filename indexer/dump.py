@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 
 from indexer.errors import MapError
+from indexer.keys import KEY_BYTES
 from indexer.layout import TIERS, Name, StreamRecord, decode_holders, slot_key
 from indexer.shard_reader import Part, View
 
@@ -45,7 +46,7 @@ def dump_lines(reader: View) -> Iterator[bytes]:
     count, page = 0, []
     blocks = heapq.merge(*(_blocks(part) for part in reader.parts), key=itemgetter(0))
     for key, rows in groupby(blocks, itemgetter(0)):
-        page.append({"block": key.hex(), "holders": [holder for _, held in rows for holder in held]})
+        page.append({**_block(key), "holders": [holder for _, held in rows for holder in held]})
         if len(page) == PAGE_ROWS:
             yield _encode_lines(page)
             count, page = count + len(page), []
@@ -70,8 +71,8 @@ def dump_events(reader: View) -> Iterator[bytes]:
     """One JSON object in the shape of ``GET /dump`` of Dynamo's standalone indexer, a page at a time.
 
     As seen on ``dynamo.indexer`` 1.6.1: ``{"MODEL:TENANT": {"block_size", "events": [stored event, ...]}}``,
-    one event a block and tier here, not in the order of the chain. ``tokens_hash`` is null, because local
-    hashes are not kept; ``key`` is our block key. Raises MapError.
+    one event a block and tier here, not in the order of the chain, of main attention groups only.
+    ``tokens_hash`` is null, because local hashes are not kept; ``key`` is our block key. Raises MapError.
     """
     models: dict[str, list[tuple[Part, StreamRecord]]] = {}
     for part in reader.parts:
@@ -102,7 +103,12 @@ def _events(members: list[tuple[Part, StreamRecord]]) -> Iterator[list[dict[str,
             if not rows:
                 break
             start = rows[-1][0] + b"\0"
-            events = [event for key, value in rows for event in _stored(member, key[3:], Name.decode(value))]
+            events = [
+                event
+                for key, value in rows
+                if key[2] == member.main_group
+                for event in _stored(member, key[3:], Name.decode(value))
+            ]
             if events:
                 yield events
 
@@ -138,6 +144,11 @@ def _stream(record: StreamRecord) -> dict[str, Any]:
         "orphans": record.orphans,
         "waiting": record.waiting,
     }
+
+
+def _block(key: bytes) -> dict[str, Any]:
+    """A block, and the attention group if it is not a stream's main one."""
+    return {"block": key[:KEY_BYTES].hex()} | ({"group": key[KEY_BYTES]} if key[KEY_BYTES:] else {})
 
 
 def _holders(value: bytes, records: list[StreamRecord]) -> list[dict[str, Any]]:

@@ -77,6 +77,8 @@ class _Explanation:
             "block_size": size or None,
             "matched_tokens": one.disk,
         }
+        if self._record.notes:
+            told["notes"] = self._record.notes
         if not size:
             return told | {"why": "no block was stored yet, so its block size is not known"}
         keys = prompt_keys(
@@ -89,6 +91,8 @@ class _Explanation:
             epoch=self._record.epoch(lora_name),
         )
         usable = min(one.disk, max(0, len(ids) - 1) // size * size)
+        if self._record.restrictions:  # the last token is left out from the start
+            keys = keys[: max(0, len(ids) - 1) // size]
         steps, held = self._steps(keys, local_hashes(ids, size))
         return told | {
             "usable_tokens": usable,
@@ -107,16 +111,34 @@ class _Explanation:
             mine = holders.get(f"{self._record.id[0]}/{self._record.id[1]}")
             if mine:
                 held.append(number)
-            steps.append(
-                {
-                    "block": number,
-                    "key": key.hex(),
-                    "local_hash": int.from_bytes(locals_[number], "big"),
-                    "held_in": mine or [],
-                    "holders": sorted(holders),
-                }
-            )
+            step = {
+                "block": number,
+                "key": key.hex(),
+                "local_hash": int.from_bytes(locals_[number], "big"),
+                "held_in": mine or [],
+                "holders": sorted(holders),
+            }
+            if self._record.restrictions:
+                step["missing_in_groups"] = self._missing(key)
+            steps.append(step)
         return steps, held
+
+    def _missing(self, key: bytes) -> list[int]:
+        """The attention groups beside the main one in which this stream does not hold a block."""
+        return [
+            group
+            for group in self._record.restrictions
+            if all(record.id != self._record.id for record, _ in self._reader.holders(key + bytes([group])))
+        ]
+
+    def _although_held(self, keys: list[bytes], end: int) -> str:
+        """Why a match ends at a block that is held."""
+        for group, window in self._record.restrictions.items():
+            if any(group in self._missing(key) for key in keys[: end + 1]):
+                kind = self._record.group_kinds.get(group)
+                which = f"attention group {group} ({kind}, {'all' if window is None else window} tokens)"
+                return f"block {end} is held, but not all that a longer hit needs in {which}"
+        return f"block {end} was stored here, but an answer said that the engine does not have it"
 
     def _why(self, keys: list[bytes], held: list[int], usable: int) -> str:
         one, end = self._matched, self._matched.disk // self._matched.block_size
@@ -128,7 +150,7 @@ class _Explanation:
             whole = "all whole blocks of the prompt are held"
             return whole if usable == one.disk else f"{whole}; the last token is always computed"
         if end in held:
-            return f"block {end} was stored here, but an answer said that the engine does not have it"
+            return self._although_held(keys, end)
         if any(number > end for number in held):
             return f"block {end} is not held: a hole, later blocks of the prompt are"
         others = [f"{r.id[0]} rank {r.id[1]}" for r, _ in self._reader.holders(keys[end])]

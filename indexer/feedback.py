@@ -91,7 +91,9 @@ def _believe(
     for block in answered.keys[known:cached]:
         if block in corrections.believed:
             believed += 1
-        elif not _holds(changes, record, block) and not corrections.touched.since(block, since):
+        elif (record.restrictions or not _holds(changes, record, block)) and not corrections.touched.since(
+            block, since
+        ):  # what restricted the hit is of other attention groups
             corrections.believe(changes, record, block, now)
             believed += 1
     return believed

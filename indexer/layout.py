@@ -3,11 +3,14 @@
 ============  ========================================  ====================================================
 table         key                                       value
 ============  ========================================  ====================================================
-blocks        block key, 8 bytes                        which slots hold it: a bitmap per tier (``Holders``)
+blocks        block key, 8 bytes; a group u8 behind it  which slots hold it: a bitmap per tier (``Holders``);
+              for all but a stream's main group         what the other attention groups of a stream hold
+shared        slot u16, key in ``blocks``               how many names more than one hold it, per tier: only
+                                                        where two engine hashes of a stream mean one block
 names         slot u16, group u8, engine hash           what a removal, which names only engine hashes, needs
                                                         (``Name``)
-waiting       as in names                               a stored block whose parent is not known (``Waiting``)
-children      names key of a parent not known           names keys of the blocks that wait for it (dupsort)
+waiting       as in names                               a stored block whose key is not known (``Waiting``)
+children      names key of what is not known            names keys of the blocks that wait for it (dupsort)
 ages          counter u48                               names key of the block that came then, of all streams
 denied        slot u16, block key                       until when (boot clock, f64) it is not credited: an
                                                         answer said that the engine does not have it
@@ -36,7 +39,7 @@ import msgspec
 from events.stream import State
 from indexer.registration import Registration
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_SLOTS = 255 * 8  # as many as a bitmap whose width is one byte can name
 MAX_READERS = 1024
 DEFAULT_MAP_SIZE = 16 << 30
@@ -94,10 +97,15 @@ def decode_holders(value: bytes) -> Holders:
     return gpu, cpu, disk
 
 
-_NAME = struct.Struct("<8s3BII6s")
+_NAME = struct.Struct("<8s4BII6s")
 _pack_name = _NAME.pack
 Copies = tuple[int, int, int]
 NO_COPIES: Copies = (0, 0, 0)
+BESIDE = (
+    b"\xff"  # stands for the group in keys of ``children`` that are of no group; no group has this number
+)
+MAX_GROUP = 254
+REPORTS_PROVEN = 2
 ONE_COPY: tuple[Copies, ...] = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
 AGE_BYTES = 6
 MAX_COPIES = 255
@@ -109,10 +117,14 @@ class Name:
     ``parent`` is the parent's engine hash, empty at the start of a prompt. ``children`` counts held children.
     A name that lost its last copy stays as a *ghost* while names hang on it: blocks behind a hole must know
     their way back when it is filled. ``ghosts`` counts children that are ghosts. ``age`` is the key of its
-    row in ``ages``; 0 for a ghost.
+    row in ``ages``; 0 for a ghost. ``again`` counts copies on the GPU that may be none: they were announced
+    from the start of a prompt when the block was held already, as an engine does that reports reused blocks.
+
+    Names of a group other than the stream's main one have the key of that group's block, and no place in the
+    chain.
     """
 
-    __slots__ = ("age", "children", "copies", "ghosts", "key", "parent")
+    __slots__ = ("again", "age", "children", "copies", "ghosts", "key", "parent")
 
     def __init__(self, key: bytes, parent: bytes, copies: Copies = NO_COPIES) -> None:
         self.key = key
@@ -120,6 +132,7 @@ class Name:
         self.copies = copies
         self.children = 0
         self.ghosts = 0
+        self.again = 0
         self.age = 0
 
     @property
@@ -135,23 +148,24 @@ class Name:
     def encode(self) -> bytes:
         gpu, cpu, disk = self.copies
         age = self.age.to_bytes(AGE_BYTES, "big")
-        return _pack_name(self.key, gpu, cpu, disk, self.children, self.ghosts, age) + self.parent
+        return _pack_name(self.key, gpu, cpu, disk, self.again, self.children, self.ghosts, age) + self.parent
 
     @staticmethod
     def encode_chain(blocks: list[bytes], parents: list[bytes], copies: Copies, age: int) -> list[bytes]:
         """Names of new blocks that follow each other; the first has the age ``age``."""
         gpu, cpu, disk = copies
         rows = [
-            _pack_name(block, gpu, cpu, disk, 1, 0, (age + number).to_bytes(AGE_BYTES, "big")) + parent
+            _pack_name(block, gpu, cpu, disk, 0, 1, 0, (age + number).to_bytes(AGE_BYTES, "big")) + parent
             for number, (block, parent) in enumerate(zip(blocks[:-1], parents, strict=False))
         ]
         last = (age + len(rows)).to_bytes(AGE_BYTES, "big")
-        return [*rows, _pack_name(blocks[-1], gpu, cpu, disk, 0, 0, last) + parents[len(rows)]]
+        return [*rows, _pack_name(blocks[-1], gpu, cpu, disk, 0, 0, 0, last) + parents[len(rows)]]
 
     @classmethod
     def decode(cls, value: bytes) -> Name:
-        key, gpu, cpu, disk, children, ghosts, age = _NAME.unpack_from(value)
+        key, gpu, cpu, disk, again, children, ghosts, age = _NAME.unpack_from(value)
         name = cls(key, value[_NAME.size :], (gpu, cpu, disk))
+        name.again = again
         name.children = children
         name.ghosts = ghosts
         name.age = int.from_bytes(age, "big")
@@ -159,9 +173,11 @@ class Name:
 
 
 class Waiting(msgspec.Struct, array_like=True):
-    """A stored block whose parent is not known: all that its key will be made of. No tokens are kept.
+    """A stored block whose key is not known, with all that it will be made of. No tokens are kept.
 
-    ``since`` is when that began, on the boot clock.
+    With a ``local`` hash it waits for its ``parent``. Without one only its engine hash is known, and it waits
+    for the main group's block of that hash: a block of another attention group, or one announced by its hash
+    alone. ``since`` is when that began, on the boot clock.
     """
 
     parent: bytes
@@ -169,6 +185,15 @@ class Waiting(msgspec.Struct, array_like=True):
     extra: bytes
     copies: list[int]
     since: float = 0.0
+
+    def awaits(self, key: bytes) -> bytes:
+        """What it waits for, as a key of ``children``; ``key`` is its names key."""
+        return key[:3] + self.parent if self.local else same_hash(key)
+
+
+def same_hash(key: bytes) -> bytes:
+    """The key of ``children`` for what waits until the engine hash of a names key is known."""
+    return key[:2] + BESIDE + key[3:]
 
 
 class Counters(msgspec.Struct):
@@ -208,6 +233,11 @@ class StreamRecord(msgspec.Struct):
     ``rank`` is the number of a rank that only the events of its port name; None for the registered one, whose
     record also says where the port stands. ``batch_rank`` is the number in the port's first batches.
 
+    Attention groups: ``main_group`` is the first that keeps whole prefixes; its chain of blocks is the map's.
+    ``restrictions`` says how many tokens before the end of a hit each other group must hold too (None: all
+    of them). ``group_kinds`` has every kind that was announced. ``reports`` counts, up to two, what only
+    an engine does that reports reused blocks; ``shared`` counts the rows of its table.
+
     ``started_at`` is when the engine's process started, ``lost_at`` since when what is known may be outdated
     (unix seconds both, None: not known, nothing lost). ``denied`` and ``believed`` count corrections by
     answers, ``corrected`` how often they changed; ``wrong`` is the share of predicted tokens that were not
@@ -229,6 +259,10 @@ class StreamRecord(msgspec.Struct):
     block_size: int | None = None
     hash_form: str | None = None
     group_kinds: dict[int, str | None] = {}
+    main_group: int | None = None
+    restrictions: dict[int, int | None] = {}
+    reports: int = 0
+    shared: int = 0
     blocks: int = 0
     orphans: int = 0
     waiting: int = 0
@@ -262,6 +296,25 @@ class StreamRecord(msgspec.Struct):
         if purge is None:
             return 0
         return purge.epoch if sequence is None or sequence > purge.sequence else -purge.epoch
+
+    @property
+    def reports_reused(self) -> bool:
+        """Whether the engine announces blocks that it merely reused."""
+        return self.reports >= REPORTS_PROVEN
+
+    @property
+    def unjudged(self) -> dict[int, str | None]:
+        """Groups, with their kinds, of which it is not known what a hit needs of them."""
+        known = {self.main_group, *self.restrictions}
+        return {group: kind for group, kind in self.group_kinds.items() if group not in known}
+
+    @property
+    def notes(self) -> list[str]:
+        """What limits the answers of this stream, for people."""
+        return [
+            f"attention group {group} ({kind or 'no kind'}) is not judged: hits may be shorter than matched"
+            for group, kind in self.unjudged.items()
+        ]
 
     @property
     def is_empty(self) -> bool:
@@ -298,6 +351,20 @@ def decode_record(value: bytes) -> StreamRecord:
     return _decode_record(value)
 
 
+_SHARED = struct.Struct(">3I")
+encode_shared = _SHARED.pack
+
+
+def decode_shared(value: bytes) -> Copies:
+    gpu, cpu, disk = _SHARED.unpack(value)
+    return gpu, cpu, disk
+
+
+def holders_key(key: bytes, block: bytes, main_group: int | None) -> bytes:
+    """Where the holders of a name's block stand in ``blocks``; ``key`` is the names key."""
+    return block if key[2] == main_group else block + key[2:3]
+
+
 def slot_key(slot: int) -> bytes:
     return slot.to_bytes(2, "big")
 
@@ -331,6 +398,7 @@ class Tables:
 
         self.blocks = table(b"blocks")
         self.names = table(b"names")
+        self.shared = table(b"shared")
         self.waiting = table(b"waiting")
         self.children = table(b"children", dupsort=True)
         self.ages = table(b"ages")
@@ -347,7 +415,7 @@ class Tables:
     @property
     def by_slot(self) -> tuple[lmdb._Database, ...]:
         """The tables whose keys start with a slot."""
-        return (self.names, self.waiting, self.children, self.denied, self.believed)
+        return (self.names, self.shared, self.waiting, self.children, self.denied, self.believed)
 
 
 def boot_clock() -> float:

@@ -3,11 +3,15 @@
 A key names its whole prefix, and engines evict tail first, so what a healthy slot holds of a prompt is a
 leading run. It is enough to look at every 32nd block, and to search by halves where the set of holders
 changes. A slot with holes (blocks whose parent it does not hold) is walked block by block.
+
+An engine that keeps blocks in several attention groups may use less of it: what the other groups hold
+restricts a hit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 STRIDE = 32
 
@@ -35,6 +39,29 @@ def match(lookup: Lookup, keys: Sequence[bytes], slots: int, holey: int = 0) -> 
     for slot in _bits(held):
         matched[slot] = len(keys)
     return matched
+
+
+def restrict(holds: Callable[[int, int], bool], length: int, needs: Mapping[int, int | None]) -> int:
+    """The longest hit of at most ``length`` blocks that has what it needs in each attention group.
+
+    ``needs`` says how many of its last blocks must be in a group (None: all), ``holds(group, number)``
+    whether a block is. A block is looked at once a group, and again when another group made the hit shorter.
+    """
+    while True:
+        before = length
+        for group, need in needs.items():
+            length = _shorten(partial(holds, group), length, need)
+        if length in (before, 0):
+            return length
+
+
+def _shorten(holds: Callable[[int], bool], length: int, need: int | None) -> int:
+    end = at = length
+    while at > 0 and (need is None or end - at < need):
+        at -= 1
+        if not holds(at):
+            end = at
+    return end
 
 
 def _locate(

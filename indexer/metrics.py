@@ -93,6 +93,11 @@ class _Streams(Collector):
     def _streams(self) -> Iterator[Metric]:
         blocks = GaugeMetricFamily("warmroute_indexer_blocks", "Blocks held.", labels=STREAM)
         holes = GaugeMetricFamily("warmroute_indexer_orphans", "Blocks behind a hole.", labels=STREAM)
+        unjudged = GaugeMetricFamily(
+            "warmroute_indexer_unjudged_groups",
+            "Attention groups of which it is not known what a hit needs.",
+            labels=STREAM,
+        )
         state = GaugeMetricFamily(
             "warmroute_indexer_stream_state", "1 for the state.", labels=[*STREAM, "state"]
         )
@@ -120,6 +125,7 @@ class _Streams(Collector):
             label = [record.id[0], str(record.id[1])]
             blocks.add_metric(label, record.blocks)
             holes.add_metric(label, record.orphans)
+            unjudged.add_metric(label, len(record.unjudged))
             state.add_metric([*label, status.state], 1)
             trust.add_metric(label, status.weight)
             right.add_metric(label, 1.0 - record.wrong)
@@ -138,6 +144,7 @@ class _Streams(Collector):
         yield from (
             blocks,
             holes,
+            unjudged,
             state,
             trust,
             right,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from events.schema import AllBlocksCleared, Batch, BlockRemoved, BlockStored, canonical_hash
-from indexer.blocks import PREFIX_KINDS
 from indexer.corrections import Corrections
 from indexer.feedback import Answered, learn
+from indexer.groups import PREFIX_KINDS
 from indexer.layout import Purge, StreamKey, StreamRecord
 from indexer.outcome import Outcome
 from indexer.writer import Group, MapWriter

@@ -12,9 +12,10 @@ import lmdb
 import msgspec
 
 from events.schema import token_array
-from indexer.corrected import CorrectionReader
+from indexer.corrected import Corrected, CorrectionReader
 from indexer.errors import MapError
 from indexer.folder import DATA_FILE, PID_CLASH, open_to_read
+from indexer.groups import blocks_needed
 from indexer.keys import block_keys, prompt_keys, root_key
 from indexer.layout import (
     CPU,
@@ -35,7 +36,7 @@ from indexer.layout import (
     name_prefix,
     used_bytes,
 )
-from indexer.match import Lookup, match
+from indexer.match import Lookup, match, restrict
 
 HEARTBEAT_LIMIT_S = 2.0
 STALE_AFTER_S = 30.0
@@ -44,16 +45,41 @@ LEAST_CREDIT = 0.1
 WEIGHTS = {"live": 1.0, "replaying": 0.5, "partial": 0.5}
 
 
-KeysOf = Callable[[StreamRecord, int], Sequence[bytes]]
-"""The block keys of a prompt, as a stream with that block size has them."""
+class KeysOf:
+    """The block keys of a prompt, as a stream with that block size has them; each kind is made once.
+
+    ``tokens`` is how many tokens the prompt has; None where only its whole blocks are known.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[StreamRecord, int], Sequence[bytes]],
+        lora_name: str | None,
+        tokens: int | None = None,
+    ) -> None:
+        self._make = make
+        self._lora_name = lora_name
+        self.tokens = tokens
+        self._made: dict[tuple[Any, ...], Sequence[bytes]] = {}
+
+    def __call__(self, record: StreamRecord, block_size: int) -> Sequence[bytes]:
+        family = (*_family(record, self._lora_name), block_size)
+        if family not in self._made:
+            self._made[family] = self._make(record, block_size)
+        return self._made[family]
+
+    def usable(self, keys: Sequence[bytes], block_size: int) -> Sequence[bytes]:
+        """Those of ``keys`` that a hit can have: an engine always computes the last token."""
+        return keys if self.tokens is None else keys[: max(0, self.tokens - 1) // block_size]
 
 
 class Matched(msgspec.Struct, frozen=True):
     """What one stream holds of a prompt.
 
     ``gpu``, ``cpu`` and ``disk`` are leading tokens, cumulative (what is on the GPU; there or in memory;
-    anywhere), not capped to what an engine can use. ``weight``, 0 to 1, says how far the map can be trusted
-    for the stream now; ``generation`` and ``sequence`` say as of when.
+    anywhere), not capped to what an engine can use; only where several attention groups have to agree, a
+    match leaves out the last token, because a shorter hit needs other blocks. ``weight``, 0 to 1, says how
+    far the map can be trusted for the stream now; ``generation`` and ``sequence`` say as of when.
     """
 
     instance: str
@@ -282,15 +308,42 @@ class MapReader:
         holey = corrected.slots | sum(1 << record.slot for record in members if record.orphans)
         spread = sum(1 << record.slot for record in members if record.lower_tiers)
         everywhere = match(corrected.over(self._lookup(txn, DISK)), keys, slots, holey)
-        if not spread:
-            return [everywhere] * 3
-        return [
-            *(
-                match(corrected.over(self._lookup(txn, tier)), keys, slots, holey | spread)
-                for tier in (GPU, CPU)
-            ),
+        tiers = (GPU, CPU) if spread else ()
+        levels = [
+            *(match(corrected.over(self._lookup(txn, tier)), keys, slots, holey | spread) for tier in tiers),
             everywhere,
         ]
+        hybrids = [record for record in members if record.restrictions and record.slot in everywhere]
+        if hybrids:
+            usable = keys_of.usable(keys, block_size)
+            for level, tier in enumerate((*tiers, DISK)):
+                levels[level] |= self._restricted(txn, hybrids, usable, levels[level], tier, corrected)
+        return levels if spread else levels * 3
+
+    def _restricted(
+        self,
+        txn: lmdb.Transaction,
+        hybrids: list[StreamRecord],
+        keys: Sequence[bytes],
+        held: dict[int, int],
+        tier: int,
+        corrected: Corrected,
+    ) -> dict[int, int]:
+        """What of ``held`` in their main groups streams can use, with what their other groups hold."""
+        lookup = self._lookup(txn, tier)
+        usable: dict[int, int] = {}
+        for record in hybrids:
+            needs = {
+                group: blocks_needed(window, record.block_size or 1)
+                for group, window in record.restrictions.items()
+            }
+
+            def holds(group: int, number: int, slot: int = record.slot) -> bool:
+                key = keys[number]
+                return bool((lookup(key + bytes([group])) | corrected.believes(key)) >> slot & 1)
+
+            usable[record.slot] = restrict(holds, min(held.get(record.slot, 0), len(keys)), needs)
+        return usable
 
     def _lookup(self, txn: lmdb.Transaction, level: int) -> Lookup:
         """Bitmaps of the slots that hold a key in the tiers up to ``level``."""
@@ -387,7 +440,7 @@ def keys_of_prompt(
             epoch=record.epoch(lora_name),
         )
 
-    return _once(keys_of, lora_name)
+    return KeysOf(keys_of, lora_name, len(ids))
 
 
 def keys_of_locals(locals_: Sequence[bytes], lora_name: str | None) -> KeysOf:
@@ -400,19 +453,7 @@ def keys_of_locals(locals_: Sequence[bytes], lora_name: str | None) -> KeysOf:
         )
         return block_keys(root, locals_)
 
-    return _once(keys_of, lora_name)
-
-
-def _once(keys_of: KeysOf, lora_name: str | None) -> KeysOf:
-    made: dict[tuple[Any, ...], Sequence[bytes]] = {}
-
-    def kept(record: StreamRecord, block_size: int) -> Sequence[bytes]:
-        family = (*_family(record, lora_name), block_size)
-        if family not in made:
-            made[family] = keys_of(record, block_size)
-        return made[family]
-
-    return kept
+    return KeysOf(keys_of, lora_name)
 
 
 def serves(record: StreamRecord, model: str) -> bool:

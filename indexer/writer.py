@@ -37,6 +37,7 @@ from indexer.layout import (
     boot_id,
     decode_record,
     encode_record,
+    holders_key,
     slot_key,
     used_bytes,
 )
@@ -312,7 +313,7 @@ class MapWriter:
             changes = Changes(txn, self.tables)
             left = step
             for table in self.tables.by_slot:
-                left -= self._sweep(txn, changes, table, slot, left)
+                left -= self._sweep(txn, changes, table, record, left)
             changes.flush()
             if left > 0:
                 txn.delete(slot_key(record.slot), db=self.tables.streams)
@@ -320,16 +321,17 @@ class MapWriter:
             del self._retired[slot]
 
     def _sweep(
-        self, txn: lmdb.Transaction, changes: Changes, table: lmdb._Database, slot: int, limit: int
+        self, txn: lmdb.Transaction, changes: Changes, table: lmdb._Database, record: StreamRecord, limit: int
     ) -> int:
-        prefix, bit, swept = slot_key(slot), 1 << slot, 0
+        prefix, bit, swept = slot_key(record.slot), 1 << record.slot, 0
         with txn.cursor(table) as cursor:
             found = cursor.set_range(prefix)
             while found and swept < limit and bytes(cursor.key()).startswith(prefix):
                 if table is self.tables.names:
                     name = Name.decode(bytes(cursor.value()))
+                    block = holders_key(bytes(cursor.key()), name.key, record.main_group)
                     for tier in (GPU, CPU, DISK):
-                        changes.unhold(name.key, tier, bit)
+                        changes.unhold(block, tier, bit)
                     if name.held:
                         changes.went(name.age)
                 found = cursor.delete()

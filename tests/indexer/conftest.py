@@ -58,11 +58,15 @@ def as_prompt(prompt: Prompt | Sequence[int]) -> Prompt:
 
 
 class Hasher:
-    """Makes events as one engine does, with a hash seed of its own."""
+    """Makes events as one engine does, with a hash seed of its own.
 
-    def __init__(self, seed: int = 0, block_size: int = 4) -> None:
+    ``announces`` extra keys; engines before 0.17 hash them, and do not say them.
+    """
+
+    def __init__(self, seed: int = 0, block_size: int = 4, announces: bool = True) -> None:
         self.seed = seed
         self.block_size = block_size
+        self.announces = announces
 
     def extra_keys(self, prompt: Prompt, number: int) -> list[Any] | None:
         """As announced: the LoRA name first."""
@@ -96,7 +100,7 @@ class Hasher:
             block_size=size,
             lora_name=prompt.lora_name,
             lora_id=1 if prompt.lora_name else None,
-            extra_keys=extras if any(extras) else None,
+            extra_keys=extras if self.announces and any(extras) else None,
             **fields,
         )
 

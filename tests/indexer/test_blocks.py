@@ -278,14 +278,65 @@ def test_ev23_blocks_offloaded_by_hash_alone_are_copies_of_known_blocks(rig: Any
     offload = BlockStored(
         hashes=hasher.hashes(PROMPT), parent=None, tokens=token_array([]), block_size=0, medium="CPU"
     )
-    rig.say(a, offload)  # Nothing is known yet of what these are.
-    assert rig.held(PROMPT) == {"A": (0, 0, 0)}
-    assert rig.record(a).counters.skipped == {"hash_only": 7}
     rig.say(a, hasher.stored(PROMPT), offload)
     rig.say(a, *hasher.removed(PROMPT))
     assert rig.held(PROMPT) == {"A": (0, 28, 28)}
     rig.say(a, *hasher.removed(PROMPT, medium="CPU"))
     assert rig.held(PROMPT) == {"A": (0, 0, 0)}
+    assert rig.record(a).counters.skipped == {}
+
+
+def offload_of(hashes: list[bytes], medium: str = "CPU", **fields: Any) -> BlockStored:
+    """Blocks announced by hash alone."""
+    empty = token_array([])
+    return BlockStored(hashes=hashes, parent=None, tokens=empty, block_size=0, medium=medium, **fields)
+
+
+def test_ev23_blocks_offloaded_before_they_are_known_count_once_they_are(
+    rig: Any, engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, offload_of(hasher.hashes(PROMPT)), offload_of(hasher.hashes(PROMPT)[:2], "DISK"))
+    assert rig.held(PROMPT) == {"A": (0, 0, 0)}
+    assert (rig.record(a).waiting, rig.record(a).blocks) == (7, 0)
+    rig.check()
+    rig.say(a, *hasher.removed(PROMPT, 6, medium="CPU"))
+    rig.say(a, hasher.stored(PROMPT))
+    assert (rig.record(a).waiting, rig.record(a).blocks) == (0, 7)
+    assert rig.held(PROMPT) == {"A": (28, 28, 28)}
+    rig.say(a, *hasher.removed(PROMPT))
+    assert rig.held(PROMPT) == {"A": (0, 24, 24)}
+    rig.say(a, *hasher.removed(PROMPT, medium="CPU"))
+    assert rig.held(PROMPT) == {"A": (0, 0, 8)}
+    assert rig.record(a).counters.skipped == {}
+    assert not [each for each in caplog.records if each.levelname != "INFO"]
+
+
+def test_ev23_an_offloaded_block_may_wait_for_its_content_and_that_for_its_parent(
+    rig: Any, engine: Any
+) -> None:
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, offload_of(hasher.hashes(PROMPT)))
+    rig.say(a, hasher.stored(PROMPT, 2))
+    assert (rig.record(a).waiting, rig.record(a).blocks) == (7, 0)
+    rig.check()
+    rig.say(a, offload_of(hasher.hashes(PROMPT)[4:5]))
+    rig.say(a, hasher.stored(PROMPT, 0, 2))
+    assert rig.held(PROMPT) == {"A": (28, 28, 28)}
+    rig.say(a, *hasher.removed(PROMPT), *hasher.removed(PROMPT, medium="CPU"))
+    assert rig.held(PROMPT) == {"A": (0, 0, 0)}
+    rig.say(a, hasher.stored(PROMPT, 0, 4))
+    assert rig.held(PROMPT) == {"A": (16, 20, 20)}  # Of block 4 there is a second copy in memory.
+
+
+def test_ev23_what_is_never_explained_is_bounded(
+    rig: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks_module, "MAX_WAITING", 3)
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, offload_of(hasher.hashes(PROMPT)))
+    assert rig.record(a).waiting == 3
+    assert rig.record(a).counters.skipped == {"waiting_full": 4}
 
 
 # what must not build prefixes
@@ -303,15 +354,15 @@ def test_ev20_a_token_span_larger_than_its_hashes_makes_no_keys(rig: Any, engine
 
 def test_ev21_only_full_attention_builds_prefixes(rig: Any, engine: Any) -> None:
     a, hasher = rig.follow("A"), engine()
-    sliding = {"group": 1, "group_kind": "sliding_window", "sliding_window": 8}
-    rig.say(a, hasher.stored(PROMPT, **sliding))
+    local = {"group": 1, "group_kind": "chunked_local_attention"}
+    rig.say(a, hasher.stored(PROMPT, **local))
     assert gpu(rig) == {"A": 0}
     rig.say(a, hasher.stored(PROMPT, group_kind="full_attention"))
     assert gpu(rig) == {"A": 28}
     rig.say(a, *hasher.removed(PROMPT, group=1))
     assert gpu(rig) == {"A": 28}
     assert rig.record(a).counters.skipped == {"attention_group": 14}
-    assert rig.record(a).group_kinds == {0: "full_attention", 1: "sliding_window"}
+    assert rig.record(a).group_kinds == {0: "full_attention", 1: "chunked_local_attention"}
 
 
 @pytest.mark.parametrize("kind", ["full_attention", "mla_attention", "sink_full_attention", None])
@@ -379,6 +430,25 @@ def test_ev29_salts_never_share_blocks(rig: Any, engine: Any, prompt: Any) -> No
     rig.say(a, engine().stored(prompt(tuple(PROMPT), None, ((0, ("one",)),))))
     assert gpu(rig, cache_salt="one") == {"A": 28}
     assert gpu(rig, cache_salt="two") == gpu(rig) == gpu(rig, cache_salt="") == {"A": 0}
+
+
+def test_a_block_with_two_names_is_held_until_both_are_gone(rig: Any, engine: Any, prompt: Any) -> None:
+    """Engines before 0.17 hash salts and images, and do not announce them: two hashes mean one block."""
+    a, hasher = rig.follow("A"), engine(announces=False)
+    salted = [prompt(tuple(PROMPT), None, ((0, (salt,)),)) for salt in ("one", "two", "three")]
+    for each in salted:
+        rig.say(a, hasher.stored(each))
+    rig.say(a, hasher.stored(salted[0], 0, 2, medium="CPU"))
+    rig.check()
+    assert (gpu(rig), rig.record(a).shared) == ({"A": 28}, 7)
+    rig.say(a, *hasher.removed(salted[1]), *hasher.removed(salted[0], 3, 4))
+    rig.check()
+    assert gpu(rig) == {"A": 28}
+    rig.say(a, *hasher.removed(salted[2], 3, 4))
+    assert (gpu(rig), rig.record(a).shared) == ({"A": 12}, 6)
+    rig.say(a, *hasher.removed(salted[2]), *hasher.removed(salted[0]))
+    assert rig.held(PROMPT) == {"A": (0, 8, 8)}
+    assert rig.record(a).shared == 0
 
 
 def test_ev30_replicas_with_hash_seeds_of_their_own_match_alike(rig: Any, engine: Any) -> None:

@@ -23,6 +23,7 @@ from indexer.layout import (
     decode_record,
     encode_holders,
     encode_record,
+    encode_shared,
     slot_key,
 )
 from warmroute import main
@@ -212,7 +213,17 @@ SPOILT: dict[str, tuple[Callable[[Spoiler], None], str, str]] = {
         "names",
         "a slot that no stream has",
     ),
-    "another schema": (lambda it: it.put(it.tables.meta, b"schema", b"7"), "meta", "not 1"),
+    "a name more than there is": (
+        lambda it: it.put(it.tables.shared, slot_key(0) + it.name(3).key, encode_shared(1, 0, 0)),
+        "shared",
+        "names more than one, there are (0, 0, 0)",
+    ),
+    "copies in doubt": (
+        lambda it: it.change_name(3, again=1),
+        "names",
+        "doubts 1 of 1 copies on the GPU",
+    ),
+    "another schema": (lambda it: it.put(it.tables.meta, b"schema", b"7"), "meta", "not 2"),
 }
 
 

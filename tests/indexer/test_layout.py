@@ -48,7 +48,7 @@ def test_names_come_back_as_they_were_written(
     key: bytes, parent: bytes, copies: list[int], children: int, ghosts: int
 ) -> None:
     name = Name(key, parent)
-    name.copies, name.children, name.ghosts = tuple(copies), children, ghosts
+    name.copies, name.children, name.ghosts, name.again = tuple(copies), children, ghosts, copies[0]
     again = Name.decode(name.encode())
     for field in Name.__slots__:
         assert getattr(again, field) == getattr(name, field)

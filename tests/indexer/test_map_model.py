@@ -28,6 +28,7 @@ STREAMS: dict[str, dict[str, Any]] = {
     "other model": {"seed": 1, "model": "m2"},
     "small blocks": {"seed": 1, "block_size": 2},
     "salted": {"seed": 1, "additional_salt": "tenant"},
+    "before 0.17": {"seed": 1, "announces": False},
 }
 
 # Mostly the same prompt on the same stream, so that things meet.
@@ -41,7 +42,7 @@ adapters = st.sampled_from([*[None] * 7, "adapter"])
 extras = st.sampled_from(
     [*[()] * 9, ((0, ("salt",)),), ((2, (("image", 1),)),), ((2, (("image", 2),)),)],
 )
-names = st.sampled_from(["A"] * 5 + sorted(STREAMS))
+names = st.sampled_from(["A"] * 5 + ["before 0.17"] * 2 + sorted(STREAMS))
 counts = st.sampled_from([1, 1, 2, 3, 20, 1000])
 media = st.sampled_from(["GPU", "GPU", "GPU", "CPU", "DISK"])
 # Which blocks of a prompt: from where, how many of the rest; mostly all of them.
@@ -68,6 +69,24 @@ class Cache:
     def __init__(self, hasher: Any) -> None:
         self.hasher = hasher
         self.copies: dict[bytes, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self.contents: dict[Any, set[bytes]] = defaultdict(set)  # Hashes that mean one block to us.
+
+    def content(self, prompt: Any, number: int) -> Any:
+        """What is announced of a block without its extra keys."""
+        return prompt.tokens[: (number + 1) * self.hasher.block_size], prompt.lora_name
+
+    def add(self, prompt: Any, number: int, tier: int) -> None:
+        block = self.hashes(prompt)[number]
+        self.copies[block][tier] += 1
+        if not self.hasher.announces:
+            self.contents[self.content(prompt, number)].add(block)
+
+    def has(self, prompt: Any, number: int, block: bytes, tiers: int) -> bool:
+        """Whether a block is in the first so many tiers, under any hash that means it."""
+        if self.hasher.announces:
+            return block in self.copies and any(self.copies[block][:tiers])
+        blocks = () if prompt.extras else self.contents.get(self.content(prompt, number), ())
+        return any(each in self.copies and any(self.copies[each][:tiers]) for each in blocks)
 
     def hashes(self, prompt: Any) -> list[bytes]:
         """The engine hashes of a prompt, computed once: the same prompts are asked for again and again."""
@@ -85,8 +104,8 @@ class Cache:
         """Leading tokens that are on the GPU, there or in memory, anywhere."""
         counts = [0, 0, 0]
         for level in range(3):
-            for block in self.hashes(prompt):
-                if block not in self.copies or not any(self.copies[block][: level + 1]):
+            for number, block in enumerate(self.hashes(prompt)):
+                if not self.has(prompt, number, block, level + 1):
                     break
                 counts[level] += self.hasher.block_size
         return counts[0], counts[1], counts[2]
@@ -121,7 +140,9 @@ class EnginesAndMap(RuleBasedStateMachine):
 
     def register(self, name: str) -> None:
         options = dict(STREAMS[name])
-        hasher = self.engine(options.pop("seed"), options.pop("block_size", 4))
+        hasher = self.engine(
+            options.pop("seed"), options.pop("block_size", 4), options.pop("announces", True)
+        )
         self.caches[name] = Cache(hasher)
         self.rig.follow(name, options.pop("model", "m"), **options)
 
@@ -136,11 +157,13 @@ class EnginesAndMap(RuleBasedStateMachine):
     def store(self, name: str, tokens: Any, adapter: Any, extras: Any, part: Any, medium: str) -> None:
         prompt, cache = self.prompt(tokens, adapter, extras), self.caches[name]
         start, stop = self.span(name, prompt, part)
+        if not cache.hasher.announces:
+            start = 0  # A block that waits for its parent under one hash is not known by another.
         if start == stop:
             return
         self.batch[name].append(cache.hasher.stored(prompt, start, stop, medium=medium))
-        for block in cache.hashes(prompt)[start:stop]:
-            cache.copies[block][MEDIA.index(medium)] += 1
+        for number in range(start, stop):
+            cache.add(prompt, number, MEDIA.index(medium))
 
     @rule(name=names, medium=media, count=counts, seed=st.integers(0, 9))
     def evict_anything(self, name: str, medium: str, count: int, seed: int) -> None:
@@ -166,6 +189,8 @@ class EnginesAndMap(RuleBasedStateMachine):
         """Of what a prompt has cached from its beginning, some blocks are copied to memory."""
         prompt, cache = self.prompt(tokens, adapter, extras), self.caches[name]
         held = cache.leading(prompt)[2] // cache.hasher.block_size
+        if not cache.hasher.announces:
+            held = 0
         blocks = cache.hashes(prompt)[:held][self.span(name, prompt, part)[0] :]
         for block in blocks:
             cache.copies[block][1] += 1
