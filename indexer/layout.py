@@ -97,7 +97,9 @@ def decode_holders(value: bytes) -> Holders:
     return gpu, cpu, disk
 
 
-_NAME = struct.Struct("<8s4BII6s")
+_NAME = struct.Struct("<8s3BII6s")  # ``again`` is the highest byte of the second u32, beside ``ghosts``
+_GHOST_BITS = 24
+_MAX_GHOSTS = (1 << _GHOST_BITS) - 1
 _pack_name = _NAME.pack
 Copies = tuple[int, int, int]
 NO_COPIES: Copies = (0, 0, 0)
@@ -148,26 +150,27 @@ class Name:
     def encode(self) -> bytes:
         gpu, cpu, disk = self.copies
         age = self.age.to_bytes(AGE_BYTES, "big")
-        return _pack_name(self.key, gpu, cpu, disk, self.again, self.children, self.ghosts, age) + self.parent
+        ghosts = self.again << _GHOST_BITS | self.ghosts
+        return _pack_name(self.key, gpu, cpu, disk, self.children, ghosts, age) + self.parent
 
     @staticmethod
     def encode_chain(blocks: list[bytes], parents: list[bytes], copies: Copies, age: int) -> list[bytes]:
         """Names of new blocks that follow each other; the first has the age ``age``."""
         gpu, cpu, disk = copies
         rows = [
-            _pack_name(block, gpu, cpu, disk, 0, 1, 0, (age + number).to_bytes(AGE_BYTES, "big")) + parent
+            _pack_name(block, gpu, cpu, disk, 1, 0, (age + number).to_bytes(AGE_BYTES, "big")) + parent
             for number, (block, parent) in enumerate(zip(blocks[:-1], parents, strict=False))
         ]
         last = (age + len(rows)).to_bytes(AGE_BYTES, "big")
-        return [*rows, _pack_name(blocks[-1], gpu, cpu, disk, 0, 0, 0, last) + parents[len(rows)]]
+        return [*rows, _pack_name(blocks[-1], gpu, cpu, disk, 0, 0, last) + parents[len(rows)]]
 
     @classmethod
     def decode(cls, value: bytes) -> Name:
-        key, gpu, cpu, disk, again, children, ghosts, age = _NAME.unpack_from(value)
+        key, gpu, cpu, disk, children, ghosts, age = _NAME.unpack_from(value)
         name = cls(key, value[_NAME.size :], (gpu, cpu, disk))
-        name.again = again
+        name.again = ghosts >> _GHOST_BITS
         name.children = children
-        name.ghosts = ghosts
+        name.ghosts = ghosts & _MAX_GHOSTS
         name.age = int.from_bytes(age, "big")
         return name
 
