@@ -86,7 +86,8 @@ class Limits(msgspec.Struct, frozen=True):
     """Bounds of a stream: times in seconds, held live frames in number and bytes.
 
     ``replay_holes``: how often a replay that has holes, or breaks off, is asked again. ``away``: how long
-    what is known is kept without a connection.
+    what is known is kept without a connection. ``confirm_after``: how long after a gap was filled it is
+    asked whether the batch before it is still the same.
     """
 
     replay_silence: float = 5.0
@@ -97,6 +98,7 @@ class Limits(msgspec.Struct, frozen=True):
     held_bytes: int = 64 << 20
     replay_holes: int = 3
     away: float = 1800.0
+    confirm_after: float = 5.0
 
 
 DEFAULT_LIMITS = Limits()
@@ -114,6 +116,18 @@ class _Ask(msgspec.Struct):
     answered: bool = False
     kept: list[Replayed] = []
     kept_bytes: int = 0
+
+
+class _Anchor(msgspec.Struct, frozen=True):
+    """The batch before a gap. If another one has its sequence by now, the gap was none but a restart.
+
+    ``due`` is when that is asked (None: once the gap is filled), ``ask`` the number of the request.
+    """
+
+    sequence: int
+    digest: bytes
+    due: float | None = None
+    ask: int | None = None
 
 
 def digest_of(payload: bytes) -> bytes:
@@ -162,6 +176,7 @@ class Stream:
         self._broken_off = 0
         self._verify_by: float | None = None
         self._away_since: float | None = None
+        self._anchor: _Anchor | None = None
         self._live: tuple[int, bytes] | None = None
         self._held: deque[Frame] = deque()
         self._held_bytes = 0
@@ -209,6 +224,8 @@ class Stream:
             return self._away_since is None or now - self._away_since >= self._limits.away
         if self._ask is not None and now >= self._ask.deadline:
             return True
+        if self._anchor is not None and self._anchor.due is not None and now >= self._anchor.due:
+            return True
         if self._retry_at is not None and now >= self._retry_at and self._ask is None:
             return True
         return self.state == "unverified" and self._verify_by is not None and now >= self._verify_by
@@ -219,6 +236,11 @@ class Stream:
             return self._stay_away(self.last, now)
         if self._ask is not None and now >= self._ask.deadline:
             return self._on_silence(now)
+        if self._anchor is not None and self._anchor.due is not None and now >= self._anchor.due:
+            return self._confirm(self._anchor, now)
+        return self._retry_or_give_up(now)
+
+    def _retry_or_give_up(self, now: float) -> list[Action]:
         if self._retry_at is not None and now >= self._retry_at and self._ask is None:
             self._retry_at = None
             return self._retry(now)
@@ -311,7 +333,7 @@ class Stream:
         return [Reset(self.reason)]
 
     def _on_connected(self, now: float) -> list[Action]:
-        self._away_since = None
+        self._away_since = self._anchor = None
         self.connected_at = self._start_counts_from = now
         self._same_process = self._awaits_start = self._starts_contradict = False
         self._live = None
@@ -339,7 +361,7 @@ class Stream:
     def _on_disconnected(self) -> list[Action]:
         self._ask = None
         self._retry_at = None
-        self._verify_by = None
+        self._verify_by = self._anchor = None
         self.connected_at = None
         self._drop_held()
         self.state = "offline"
@@ -397,6 +419,8 @@ class Stream:
     def _on_gap(self, frame: Frame, expected: int, now: float) -> list[Action]:
         self.gaps += 1
         if self.has_replay and self._retry_at is None:
+            if self.last is not None and self.digest is not None and self._anchor is None:
+                self._anchor = _Anchor(self.last, self.digest)
             self._hold(frame)
             return [self._request(expected, now)]
         self._forfeit(f"sequences {expected} to {frame.sequence - 1} were lost")
@@ -442,6 +466,8 @@ class Stream:
     ) -> AskReplay:
         self._asks += 1
         deadline = now + self._limits.replay_silence
+        if self._anchor is not None:
+            self._anchor = _Anchor(self._anchor.sequence, self._anchor.digest)
         self._ask = _Ask(self._asks, start, verifies, rebuilds, deadline)
         if not verifies and not rebuilds:
             self.state = "replaying"
@@ -450,6 +476,8 @@ class Stream:
 
     def _on_replayed(self, frame: Replayed, now: float) -> list[Action]:
         ask = self._ask
+        if self._anchor is not None and frame.ask == self._anchor.ask:
+            return self._on_confirmed(self._anchor, frame, now)
         if ask is None or frame.ask != ask.number:
             return []
         before = (self.last, ask.verifies, len(ask.kept))
@@ -514,6 +542,7 @@ class Stream:
         """What a whole replay brings; nothing when it ends before what is known already."""
         if not ask.kept or (self.last is not None and len(ask.kept) <= self.last):
             return []
+        self._anchor = None
         return [
             Reset("rebuilt from a full replay", same_process=True),
             *(self._take(frame) for frame in ask.kept),
@@ -535,6 +564,8 @@ class Stream:
 
     def _on_replay_ended(self, signal: ReplayEnded, now: float) -> list[Action]:
         ask = self._ask
+        if self._anchor is not None and signal.ask == self._anchor.ask:
+            return self._restart(f"the engine knows no sequence {self._anchor.sequence}", now)
         if ask is None or signal.ask != ask.number:
             return []
         if ask.verifies:
@@ -546,7 +577,35 @@ class Stream:
         actions += self._drain(now)
         if self._ask is None:
             self._holes = 0
+            self._confirm_later(now)
         return actions
+
+    # was the gap a restart?
+
+    def _confirm_later(self, now: float) -> None:
+        """A restart that nobody saw, and that went past the old sequence, looks like a gap."""
+        if self._anchor is not None:
+            due = now + self._limits.confirm_after
+            self._anchor = _Anchor(self._anchor.sequence, self._anchor.digest, due)
+
+    def _confirm(self, anchor: _Anchor, now: float) -> list[Action]:
+        """Asks for the batch before the gap; without an answer in time, nothing follows."""
+        if anchor.ask is not None:
+            self._anchor = None
+            return []
+        self._asks += 1
+        due = now + self._limits.replay_silence
+        self._anchor = _Anchor(anchor.sequence, anchor.digest, due, self._asks)
+        return [AskReplay(self._asks, anchor.sequence)]
+
+    def _on_confirmed(self, anchor: _Anchor, frame: Replayed, now: float) -> list[Action]:
+        """The first reply tells, unless the engine's buffer begins after it."""
+        if frame.sequence < anchor.sequence:
+            return []
+        self._anchor = None
+        if frame.sequence == anchor.sequence and digest_of(frame.payload) != anchor.digest:
+            return self._restart(f"another batch has sequence {anchor.sequence} now", now)
+        return []
 
     def _drain(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -614,7 +673,7 @@ class Stream:
             self._hold(frame)
         self._ask = None
         self._retry_at = None
-        self._verify_by = None
+        self._verify_by = self._anchor = None
         self.last = None
         self.digest = None
         self.lost = False

@@ -454,6 +454,72 @@ def test_a_first_replay_that_is_silent_is_asked_again_and_makes_the_stream_live(
     assert not wire.stream.lost
 
 
+# a gap that was a restart
+
+
+def overtaken(process: str) -> Wire:
+    """Sequences 4 to 8 were not heard; the replay that fills the gap is of ``process``."""
+    wire = live_at(3)
+    wire.live(9, process=process)
+    wire.replay(*range(4, 10), process=process)
+    assert wire.state == "live"
+    assert wire.waits(LIMITS.confirm_after - 1) == []
+    return wire
+
+
+def test_ev12_a_restart_that_nobody_saw_and_that_looks_like_a_gap_is_found_by_the_batch_before_it() -> None:
+    wire = overtaken("b")
+    assert wire.waits(1) == [AskReplay(3, 3)]
+    wire.live(10, process="b")
+    assert wire.holds[-1] == "b10", "nothing is held up meanwhile"
+    wire.replay(3, process="b", ends=False)
+    assert wire.resets == ["another batch has sequence 3 now"]
+    wire.replay(*range(11), process="b")
+    assert wire.holds == names(range(11), "b")
+    assert wire.state == "live"
+
+
+def test_ev12_a_gap_that_was_one_is_confirmed_once_and_changes_nothing() -> None:
+    wire = overtaken("a")
+    assert wire.waits(1) == [AskReplay(3, 3)]
+    wire.replay(2, 3, 4, 5)
+    assert (wire.resets, wire.state) == ([], "live")
+    assert wire.waits(1_000) == []
+    assert wire.holds == names(range(10))
+
+
+def test_ev12_a_confirmation_that_cannot_be_had_changes_nothing() -> None:
+    for answers in ((), (5, 6)):
+        wire = overtaken("a")
+        wire.waits(1)
+        wire.replay(*answers, ends=bool(answers))
+        assert wire.waits(LIMITS.replay_silence) == []
+        assert wire.waits(1_000) == []
+        assert (wire.resets, wire.state) == ([], "live")
+
+
+def test_ev12_another_gap_before_the_confirmation_keeps_the_first_batch_to_be_asked_for() -> None:
+    wire = overtaken("b")
+    wire.waits(1)
+    wire.live(20, process="b")
+    late = Replayed(3, 3, payload_of(3, "b"))
+    assert wire.hears(late) == [], "the answer to a request that was replaced"
+    wire.replay(*range(10, 20), process="b")
+    assert wire.waits(LIMITS.confirm_after) == [AskReplay(5, 3)]
+    wire.replay(3, process="b", ends=False)
+    assert len(wire.resets) == 1
+
+
+def test_ev12_a_connection_lost_before_the_confirmation_is_proven_as_any() -> None:
+    wire = overtaken("a")
+    wire.hears(Disconnected())
+    assert wire.waits(100) == []
+    wire.hears(Connected())
+    wire.replay(9)
+    assert wire.waits(1_000) == []
+    assert wire.state == "live"
+
+
 # away
 
 
