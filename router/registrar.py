@@ -12,7 +12,7 @@ from events.logs import Throttled
 from indexer.errors import IndexerClientError
 from indexer.registration import Registration
 from router.fleet import Fleet
-from router.replicas import Replica, StreamId
+from router.replicas import Health, Replica, StreamId
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +168,8 @@ class Registrar:
         for replica in self._fleet.replicas.values():
             replica.port_ranks = port_ranks(replica, workers)
         self._taken = {stream: said for stream, said in self._taken.items() if stream in there}
+        for replica in self._fleet.replicas.values():
+            self._miss_events(replica)
         wanted = [r for replica in self._fleet.replicas.values() for r in registrations(replica)]
         failures = [await self._register(client, registration) for registration in wanted]
         gone = {
@@ -177,6 +179,16 @@ class Registrar:
         }
         failures += [await self._unregister(client, str(name), model) for name, model in gone.items()]
         self.last_error = next((failure for failure in failures if failure is not None), None)
+
+    def _miss_events(self, replica: Replica) -> None:
+        """A replica that is there and has no source of events is served by load alone."""
+        if replica.health is Health.UP and replica.models is not None and not replica.sources:
+            self._throttled.warning(
+                f"events {replica.name}",
+                "replica %s has no source of KV events: nothing of its cache is known. Start it with "
+                "--kv-events-config, or give events= for it; `warmroute doctor` says more",
+                replica.name,
+            )
 
     async def _register(self, client: RegistrationClient, registration: Registration) -> str | None:
         stream = (str(registration.instance_id), registration.dp_rank)

@@ -1,5 +1,8 @@
 """Ports that several data-parallel ranks share: a batch says whose it is."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from events.publisher import encode
 from events.schema import AllBlocksCleared, Event
 from events.stream import Frame, Replayed, ReplayEnded, Signal
-from indexer.errors import UnknownInstanceError
+from indexer.errors import MapError, UnknownInstanceError
 from indexer.followed import MAX_RANK, MAX_RANKS
 from indexer.layout import MAX_SLOTS
 from indexer.registration import Registration
@@ -159,6 +162,46 @@ def test_ev06_what_all_ranks_hold_is_unverified_after_a_restart_of_ours_and_then
     port.say(1, *engine().removed(PROMPT, 1))
     assert port.held() == {0: 28, 1: 4, 2: 28}
     assert set(rig.feed.sources) == {port.stream}, "one socket"
+
+
+def test_ev06_after_a_kill_the_sequence_and_the_blocks_of_all_ranks_are_of_one_commit(
+    make_rig: Any, engine: Any, tmp_path: Path
+) -> None:
+    rig = make_rig(tmp_path)
+    port = Port(rig)
+    port.say(2, engine().stored(PROMPT))
+    port.say(1, engine().stored(PROMPT, 0, 3))
+    with pytest.raises(MapError), monkey_full(rig):
+        rig.ingest.step([port.frame(1, engine().stored(PROMPT, 3)), port.frame(3, engine().stored(OTHER))])
+    rig.abandon()
+    again = make_rig(tmp_path)
+    again.resume()
+    port.rig, port.sequence = again, 2
+    assert port.held() == {0: 0, 1: 12, 2: 28}
+    assert port.record(0).sequence == 1
+    port.say(1, engine().stored(PROMPT, 3))
+    assert port.held() == {0: 0, 1: 28, 2: 28}
+    assert port.states() == {"live"}
+    again.check()
+    again.close()
+
+
+@contextmanager
+def monkey_full(rig: Any) -> Iterator[None]:
+    """The next commit fails at its very end."""
+    group = rig.writer.group
+
+    @contextmanager
+    def failing() -> Iterator[Any]:
+        with group() as one:
+            yield one
+            raise MapError("no room")
+
+    rig.writer.group = failing
+    try:
+        yield
+    finally:
+        rig.writer.group = group
 
 
 def test_ev06_ranks_seen_only_in_events_go_with_their_replica(rig: Any, engine: Any) -> None:

@@ -1,8 +1,10 @@
 """EV-32, OP-04: why no events come, said by `warmroute doctor`: simulated engines, and such as are ill."""
 
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,6 +21,7 @@ from simulator.settings import EngineSettings
 from warmroute import main
 
 QUICK: dict[str, Any] = {"listen": "127.0.0.1:0", "prefill_rate": 1e6, "decode_rate": 1e4}
+ROOT = Path(__file__).parents[2]
 ANYWHERE = "tcp://127.0.0.1:*"
 
 
@@ -179,3 +182,14 @@ def test_the_command_ends_with_1_when_something_is_wrong_and_says_what_to_give()
     assert (shown.exit_code, "start it, or correct its URL" in shown.stdout) == (1, True)
     assert run(main, ["doctor"]).exit_code == 2
     assert run(main, ["doctor", "--replica", "nonsense"]).exit_code == 2
+
+
+def test_ev32_what_we_write_of_engines_binds() -> None:
+    """vLLM connects where there is no wildcard (``tcp://0.0.0.0:5557`` too), and nobody hears it."""
+    endpoints = []
+    for name in ("docs/operating.md", "README.md", "compose/compose.yaml", "router/doctor.py"):
+        text = (ROOT / name).read_text()
+        endpoints += re.findall(r'endpoint":\s*"([^"]+)"', text)
+        endpoints += re.findall(r"- --(?:events|replay)=(\S+)", text)
+    assert len(endpoints) > 8
+    assert [endpoint for endpoint in endpoints if "*" not in endpoint] == []

@@ -10,7 +10,7 @@ from indexer.errors import IndexerAnswerError, IndexerUnreachableError
 from indexer.registration import Registration
 from router.fleet import Fleet
 from router.registrar import Registrar, registrations, streams_of
-from router.replicas import Models, parse_replica
+from router.replicas import Health, Models, parse_replica
 
 
 class Indexer:
@@ -214,3 +214,16 @@ async def test_op01_a_replica_that_is_gone_is_unregistered_once_and_only_by_who_
     assert indexer.unregistered == [("a", "m")]
     assert set(indexer.streams) == {("foreign", 0), ("c", 0)}
     assert registrar.last_error is None
+
+
+async def test_op04_a_replica_without_a_source_of_events_is_warned_of(caplog: Any) -> None:
+    async with aiohttp.ClientSession() as session:
+        fleet = fleet_of(session, *LINES, "c=http://h:3")
+        fleet.replicas["a"].health = fleet.replicas["b"].health = Health.UP
+        registrar = registrar_of(fleet, Indexer())
+        for _ in range(3):
+            await registrar.reconcile()
+    told = [
+        record.getMessage() for record in caplog.records if "no source of KV events" in record.getMessage()
+    ]
+    assert [message.split()[1] for message in told] == ["b"], "not a, which has one, nor c, which is not up"
