@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 from router.answer import NOTHING, Answer
 from router.decision import Decision
 from router.decision_log import Entry, Outcome
+from router.feedback import Feedback, Learned
 from router.load import Reservation
 from router.metrics import RouterMetrics
 from router.outliers import Outliers
@@ -44,6 +45,7 @@ class Exchange:
         metrics: RouterMetrics,
         outliers: Outliers,
         recorder: Recorder | None,
+        feedback: Feedback | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._number = next(_numbers)
@@ -54,6 +56,7 @@ class Exchange:
         self._metrics = metrics
         self._outliers = outliers
         self._recorder = recorder
+        self._feedback = feedback
         self._clock = clock
         self._begun = clock()
         self._ttft_s: float | None = None
@@ -96,6 +99,7 @@ class Exchange:
             self.decision.chosen[0],
             whole=self._recorder is not None,
             on_first_byte=self._first_byte,
+            without_usage=self.plan.body_with_usage is not None,
         )
         return self._relayed
 
@@ -177,6 +181,31 @@ class Exchange:
             else "under"
         )
         metrics.compared.labels(replica, differs).inc()
+        self._learn(said.cached_tokens)
+
+    def _learn(self, cached_tokens: int) -> None:
+        """Tells the index how right it was. Not of a prompt whose beginning another request was just bringing
+        there: whether its blocks were there in time says nothing of the index.
+        """
+        plan, chosen = self.plan, self.decision.ranked[0].candidate
+        matched = (plan.matches or {}).get(chosen.stream)
+        if self._feedback is None or plan.asked is None or plan.ids is None or matched is None:
+            return
+        if chosen.hinted_tokens > (chosen.matched_tokens or 0):
+            return
+        self._feedback.offer(
+            Learned(
+                stream=chosen.stream,
+                model=plan.asked.model,
+                lora_name=plan.asked.lora_name,
+                cache_salt=plan.asked.cache_salt,
+                ids=plan.ids,
+                generation=matched.generation,
+                sequence=matched.sequence,
+                predicted_tokens=chosen.matched_tokens or 0,
+                cached_tokens=max(0, cached_tokens),
+            )
+        )
 
     def _record_done(self, said: Answer) -> None:
         replica, rank = self.decision.chosen

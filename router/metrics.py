@@ -63,6 +63,7 @@ class RouterMetrics:
         self.compared = self._counter(
             "compared", "Requests whose prediction was compared", "replica", "outcome"
         )
+        self.feedback = self._counter("feedback", "Answers told to the indexer, by what it said", "outcome")
         self.token_count_mismatch = self._counter(
             "token_count_mismatch", "Answers whose prompt_tokens differ from ours", "replica"
         )

@@ -29,11 +29,21 @@ from router.prompt import RequestBody, UnreadableBodyError, read_body
 from router.replicas import Replica, StreamId
 from router.rules import Picked, Rules
 from router.tokens import Tokenizer, Tokens, tokens_in_request
+from router.trust import Trust
+from router.usage import asking_for_usage
 
 log = logging.getLogger(__name__)
 
 STRANGER_FOR_S = 600.0
 MAX_STRANGERS, MAX_STRANGERS_NAMED = 1024, 5
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Whose prompt the index was asked about, besides its tokens."""
+
+    model: str
+    lora_name: str | None
+    cache_salt: str | None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +54,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ``notes`` what else is worth saying. ``comparable``: the engine's cached tokens can be compared with the
     match. ``is_prompt`` is False for paths that are relayed by load. ``streams``: the client wants the answer
     as a stream. ``rank`` is the data-parallel rank that it asks for. ``picked`` is its policy, None for the
-    router's own; ``key`` what that policy goes by.
+    router's own; ``key`` what that policy goes by. ``body_with_usage`` goes out in place of the body that was
+    posted, to learn from the answer. ``asked`` is what the index was asked for, to tell it the truth later.
     """
 
     request_id: str
@@ -61,6 +72,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rank: int | None = None
     picked: Picked | None = None
     key: bytes | None = None
+    body_with_usage: bytes | None = None
+    asked: Asked | None = None
 
     @property
     def policy(self) -> Policy | None:
@@ -71,10 +84,13 @@ class _Matches(msgspec.Struct, frozen=True):
     by_stream: dict[StreamId, Matched] | None = None
     fallback: Fallback | None = None
     notes: tuple[str, ...] = ()
+    asked: Asked | None = None
 
 
 class Planner:
-    """Makes plans. ``lookup`` is None where no index is configured."""
+    """Makes plans. ``lookup`` is None where no index is configured. ``asks_usage``: streams are asked for
+    usage where the index has something to learn from it.
+    """
 
     def __init__(
         self,
@@ -83,6 +99,9 @@ class Planner:
         lookup: Lookup | None,
         rules: Rules,
         metrics: RouterMetrics,
+        trust: Trust,
+        *,
+        asks_usage: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -90,6 +109,8 @@ class Planner:
         self._lookup = lookup
         self._rules = rules
         self._metrics = metrics
+        self._trust = trust
+        self._asks_usage = asks_usage
         self._clock = clock
         self._throttled = Throttled(log, clock)
         self._strangers: TTLCache[str, None] = TTLCache(MAX_STRANGERS, STRANGER_FOR_S, timer=clock)
@@ -154,15 +175,19 @@ class Planner:
         if policy.key is not None:
             found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=tokens.ids))
             key, no_key = _own(policy, parsed.model, found), fallback.NO_KEY if found is None else None
+        comparable = tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache
+        learns = comparable and matches.asked is not None and self._asks_usage
         return msgspec.structs.replace(
             plan,
+            body_with_usage=asking_for_usage(body, parsed) if learns else None,
+            asked=matches.asked,
             ids=tokens.ids,
             key=key,
             matches=matches.by_stream,
             marks=_marks(parsed, tokens),
             fallback=tokens.why_not or matches.fallback or no_key,
             notes=matches.notes,
-            comparable=tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache,
+            comparable=comparable,
         )
 
     async def _tokens(self, policy: Policy, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
@@ -212,7 +237,10 @@ class Planner:
             answer: list[Matched] = []
             for model, lora_name in models:
                 answer += await lookup.match(model, ids, lora_name, salt)
-            return self._judge(answer)
+            found = self._judge(answer)
+            ((model, lora_name), *others) = models
+            asked = None if others else Asked(model, lora_name, salt)
+            return msgspec.structs.replace(found, asked=asked)
         except LookupFailedError as error:
             self._throttled.warning(error.code, "no answer from the index: %s", error)
             return _Matches(fallback=fallback.lookup_failed(error.code))
@@ -222,10 +250,14 @@ class Planner:
         finally:
             self._metrics.lookup_seconds.observe(self._clock() - begun)
 
+    def _weighed(self, matched: Matched) -> Matched:
+        weight = self._trust.weight((str(matched.instance), matched.rank))
+        return matched if weight >= matched.weight else msgspec.structs.replace(matched, weight=weight)
+
     def _judge(self, answer: Sequence[Matched]) -> _Matches:
         """The answer by stream, without what we do not know, and whether any of it can be used."""
         known = self._fleet.streams()
-        named = {(str(m.instance), m.rank): m for m in answer}
+        named = {(str(m.instance), m.rank): self._weighed(m) for m in answer}
         by_stream = {stream: matched for stream, matched in named.items() if stream in known}
         strangers = self._new_strangers({name for name, _ in named} - self._fleet.replicas.keys())
         if len(by_stream) < len(named):

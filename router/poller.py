@@ -36,7 +36,6 @@ class Poller:
         load: Load,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
-        *,
         interval_s: float,
         restarted: Callable[[StreamId], None] = lambda stream: None,
     ) -> None:

@@ -47,6 +47,7 @@ class RequestBody(msgspec.Struct, frozen=True):
     prompt_logprobs: Any = None
     use_beam_search: Any = None
     stream: Any = None
+    stream_options: Raw = _ABSENT
 
     @property
     def reads_cache(self) -> bool:

@@ -11,6 +11,7 @@ from router.errors import BrokenAnswerError, RefusedError, UpstreamError, Upstre
 from router.headers import to_client
 from router.refusal import terminal_event
 from router.upstream import UpstreamAnswer
+from router.usage import UnaskedUsage
 
 
 class ClientGoneError(Exception):
@@ -35,19 +36,28 @@ class RelayedAnswer:
     """One answer of ``replica`` on its way.
 
     ``complete`` tells whether the client has all of it, be it only that a stream has said ``[DONE]``;
-    ``failure`` is what broke it off.
+    ``failure`` is what broke it off. ``without_usage``: a stream's usage chunk is ours alone.
     """
 
     def __init__(
-        self, answer: UpstreamAnswer, replica: str, *, whole: bool, on_first_byte: Callable[[], None]
+        self,
+        answer: UpstreamAnswer,
+        replica: str,
+        *,
+        whole: bool,
+        on_first_byte: Callable[[], None],
+        without_usage: bool = False,
     ) -> None:
         self._answer = answer
         self._replica = replica
         self._on_first_byte = on_first_byte
+        self._begun = False
         self._last_bytes = b""
         content_type = answer.headers.get("Content-Type", "")
         self.is_stream = content_type.lower().startswith("text/event-stream")
         self.tap = AnswerTap(is_stream=self.is_stream, whole=whole)
+        encoded = {"Content-Encoding", "Content-Length"} & {name.title() for name in answer.headers}
+        self._unasked = UnaskedUsage() if without_usage and self.is_stream and not encoded else None
         self.complete = False
         self.failure: UpstreamError | None = None
 
@@ -67,7 +77,10 @@ class RelayedAnswer:
             except UpstreamError as error:
                 if not self.complete:
                     self.failure = error
-                    await self._break_off(request, response, error)
+            if self._unasked is not None:
+                await self._write(response, self._unasked.end())
+            if self.failure is not None:
+                await self._break_off(request, response, self.failure)
             if not response.prepared:
                 await response.prepare(request)
             await response.write_eof()
@@ -79,15 +92,20 @@ class RelayedAnswer:
 
     async def _pass_chunks(self, request: web.Request, response: web.StreamResponse) -> None:
         async for chunk in self._answer.chunks():
-            if not self._last_bytes:
+            if not self._begun:
+                self._begun = True
                 self._on_first_byte()
                 if not response.prepared:
                     await response.prepare(request)
-            self._last_bytes = chunk
             self.tap.feed(chunk)
-            await response.write(chunk)
+            await self._write(response, self._unasked.feed(chunk) if self._unasked else chunk)
             self.complete = self.tap.done
         self.complete = True
+
+    async def _write(self, response: web.StreamResponse, chunk: bytes) -> None:
+        if chunk:
+            self._last_bytes = chunk
+            await response.write(chunk)
 
     async def _break_off(
         self, request: web.Request, response: web.StreamResponse, error: UpstreamError

@@ -25,6 +25,7 @@ from router.errors import (
     UpstreamTimeoutError,
 )
 from router.exchange import CANCELLED, Exchange
+from router.feedback import Feedback
 from router.fleet import Fleet
 from router.headers import RANK, REQUEST_ID, Via, request_id_of, to_replica
 from router.kept import KeptAnswer, keep
@@ -75,6 +76,7 @@ class Route:
         forwarded: bool = True,
         own_keys: bool = False,
         recorder: Recorder | None = None,
+        feedback: Feedback | None = None,
     ) -> None:
         self._fleet = fleet
         self._planner = planner
@@ -89,6 +91,7 @@ class Route:
         self._forwarded = forwarded
         self._own_keys = own_keys
         self._recorder = recorder
+        self._feedback = feedback
         self._throttled = Throttled(log)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -159,7 +162,7 @@ class Route:
         attempt = len(journey.exchanges) + 1
         decision, reservation = self._decider.decide(plan, journey.failed, attempt)
         entry, outliers = self._decisions.add(decision), self._fleet.outliers
-        exchange = Exchange(plan, entry, reservation, self._metrics, outliers, self._recorder)
+        exchange = Exchange(plan, entry, reservation, self._metrics, outliers, self._recorder, self._feedback)
         journey.exchanges.append(exchange)
         journey.last = exchange
         self._metrics.decisions.labels(decision.policy, decision.mode).inc()
@@ -255,10 +258,11 @@ class Route:
         self._show_keys(headers, replica)
         self._tracing.inject(headers)
         exchange.sending(request, body, headers)
+        sent = exchange.plan.body_with_usage or body
         # Of a target in absolute form, as clients send it to proxies, the host is us.
         url = replica.url + request.rel_url.raw_path_qs
         try:
-            return await self._upstream.send(request.method, url, headers, body, fresh=journey.stale)
+            return await self._upstream.send(request.method, url, headers, sent, fresh=journey.stale)
         except ConnectTimeoutError as error:
             raise _AttemptFailedError(name, CONNECT_TIMEOUT, str(error)) from error
         except UnreachableError as error:

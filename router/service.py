@@ -30,6 +30,7 @@ from router.decision_log import DecisionLog
 from router.discovery import Discovery
 from router.doors import Doors, parse_keys
 from router.errors import ListenError, RefusedError, SettingsError
+from router.feedback import Feedback
 from router.fleet import Fleet, model_cards
 from router.header_bytes import pass_header_bytes
 from router.key_cache import KeyCache
@@ -47,6 +48,7 @@ from router.relay import leave_untyped
 from router.reload import Reload, Reread, sources_of
 from router.replicas import parse_replicas
 from router.route import Route
+from router.rules import Rules
 from router.server import Runner, await_body
 from router.settings import RouterSettings, parse_tokenizers
 from router.tap import Recorder
@@ -55,6 +57,7 @@ from router.token_cache import TokenCache
 from router.token_check import TokenCheck
 from router.tokens import Tokenizer
 from router.tracing import start_tracing
+from router.trust import Trust
 from router.upstream import AiohttpUpstream, Upstream, upstream_session
 
 log = logging.getLogger(__name__)
@@ -74,6 +77,7 @@ class RouterApp:
         self.fleet = fleet
         self.load = load
         self.metrics = metrics
+        self.trust = Trust()
         self.decisions = DecisionLog(settings.decisions_kept)
         self.draining = False
         self.discovery: Discovery | None = None
@@ -160,9 +164,13 @@ async def router_app(
         tokenizer, token_check = await stack.enter_async_context(
             _tokenizing(settings, fleet, metrics, session, rng)
         )
-        planner = Planner(fleet, tokenizer, lookup, rules, metrics)
+        planner = Planner(
+            fleet, tokenizer, lookup, rules, metrics, router.trust, asks_usage=settings.ask_usage
+        )
         chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS)
         fleet.in_flight, fleet.forgotten = load.at, chooser.gone
+        feedback = _feedback(router, map_lookup, probes)
+        stack.push_async_callback(feedback.close)
         route = Route(
             fleet,
             planner,
@@ -179,38 +187,17 @@ async def router_app(
             forwarded=settings.forwarded,
             own_keys=bool(settings.api_key),
             recorder=recorder,
+            feedback=feedback if lookup is not None else None,
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
         router.tokenizers = token_check.told
-        admin = Admin(
-            fleet,
-            load,
-            metrics,
-            router.decisions,
-            registrar,
-            planner.strangers,
-            rules,
-            lambda: router.draining,
-            router.settings_errors,
-            router.tokenizers,
-        )
-        admin.add_health(router.app)
-        if router.admin_app is not router.app:
-            admin.add_health(router.admin_app)
-        admin.add_routes(router.admin_app)
+        _add_admin(router, registrar, planner, rules)
         doors = Doors(parse_keys(settings.api_key), settings.policy)
         models, handle = doors.guarded(router.models), doors.guarded(route.handle)
         router.app.router.add_get("/v1/models", models)
         router.app.router.add_route("*", "/v1/{path:.*}", handle, expect_handler=await_body)
         if settings.poll_interval_s:
-            poller = Poller(
-                fleet,
-                load,
-                probes,
-                metrics,
-                interval_s=settings.poll_interval_s,
-                restarted=chooser.forget,
-            )
+            poller = Poller(fleet, load, probes, metrics, settings.poll_interval_s, chooser.forget)
             fleet.each("poll", poller.follow)
         fleet.start()
         stack.push_async_callback(fleet.close)
@@ -331,6 +318,37 @@ def _registrar(
         _address(settings.indexer, map_lookup),
         lambda url: IndexerClient(url, session, INDEXER_TIMEOUT_S),
     )
+
+
+def _add_admin(router: RouterApp, registrar: Registrar | None, planner: Planner, rules: Rules) -> None:
+    admin = Admin(
+        router.fleet,
+        router.load,
+        router.metrics,
+        router.decisions,
+        registrar,
+        planner.strangers,
+        rules,
+        lambda: router.draining,
+        router.settings_errors,
+        router.tokenizers,
+    )
+    admin.add_health(router.app)
+    if router.admin_app is not router.app:
+        admin.add_health(router.admin_app)
+    admin.add_routes(router.admin_app)
+
+
+def _feedback(router: RouterApp, map_lookup: MapLookup | None, session: aiohttp.ClientSession) -> Feedback:
+    """Tells the indexer what engines report; what it cannot be told is ours to judge."""
+    feedback = Feedback(
+        _address(router.settings.indexer, map_lookup),
+        lambda url: IndexerClient(url, session, INDEXER_TIMEOUT_S),
+        router.metrics,
+        lambda untold: router.trust.learn(untold.stream, untold.predicted_tokens, untold.cached_tokens),
+    )
+    feedback.start()
+    return feedback
 
 
 def _address(configured: str | None, map_lookup: MapLookup | None) -> Callable[[], Awaitable[str | None]]:

@@ -231,6 +231,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grace_s: Annotated[float, Meta(ge=0, description="Time that open answers get at shutdown, seconds.")] = (
         25.0
     )
+    ask_usage: Annotated[
+        bool,
+        Meta(
+            description="Ask engines for the usage of streams (include_usage) to learn from it, and keep "
+            "from clients what they did not ask for."
+        ),
+    ] = True
     decisions_kept: Annotated[int, Meta(ge=1, description="Decisions shown at /debug/decisions.")] = 200
     seed: Annotated[int | None, Meta(description="Seed of the tie-break, for runs that repeat.")] = None
 

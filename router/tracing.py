@@ -165,6 +165,7 @@ def describe_request(
         "gen_ai.request.model": decision.model,
         "warmroute.prompt_tokens": decision.prompt_tokens,
         "warmroute.predicted_cached_tokens": decision.matched_tokens,
+        "warmroute.best_available_tokens": decision.best_available_tokens,
         "warmroute.actual_cached_tokens": actual_cached_tokens,
     }
     span.set_attributes({name: value for name, value in counts.items() if value is not None})

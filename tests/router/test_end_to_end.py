@@ -126,6 +126,37 @@ async def test_a_conversation_stays_where_it_is_warm_and_every_prediction_is_exa
         assert router.idle()
 
 
+async def test_the_indexer_learns_from_streams_whose_clients_never_see_usage(
+    indexer: IndexerProcess, tmp_path: Path, kit: Any
+) -> None:
+    async with (
+        engines(1) as fleet,
+        kit.running_router(f"v0={fleet[0].url}", map=str(tmp_path / "map")) as router,
+        aiohttp.ClientSession() as client,
+    ):
+        await until_live(client, router, kit.wait_until)
+
+        def counted(name: str, **labels: str) -> float:
+            value = router.parts.metrics.registry.get_sample_value(f"warmroute_router_{name}", labels)
+            return float(value or 0)
+
+        before = counted("compared_total", replica="v0", outcome="exact")
+        told = counted("feedback_total", outcome="taken")
+        for number in range(4):
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{number}?"}]
+            body = {"model": "model", "messages": messages, "max_tokens": 4, "stream": True}
+            async with client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+                content = await response.read()
+            assert content.endswith(b"data: [DONE]\n\n")
+            assert b'"usage"' not in content
+            await asyncio.sleep(0.1)
+        assert counted("compared_total", replica="v0", outcome="exact") == before + 4
+        assert counted("cached_tokens_total", replica="v0") > 3 * 400
+        await kit.wait_until(
+            lambda: counted("feedback_total", outcome="taken") == told + 4, "all of it is told"
+        )
+
+
 async def test_ranks_of_one_replica_are_matched_and_pinned(
     indexer: IndexerProcess, tmp_path: Path, kit: Any
 ) -> None:
