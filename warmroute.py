@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from indexer.errors import IndexerError
 from indexer.settings import IndexerSettings
 from router.errors import RouterError
 from router.errors import SettingsError as RouterSettingsError
+from router.processes import Worker, Workers
 from router.settings import RouterSettings
 from simulator.errors import SimulatorError
 from simulator.settings import EngineSettings
@@ -180,9 +182,18 @@ def _run(service: str, name: str, values: dict[str, Any], **more: Any) -> None:
     """Runs a service until it is told to stop; what keeps it from starting is one line."""
     module = importlib.import_module(service)
     try:
-        asyncio.run(module.serve(_settings(name, values), **more))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(module.serve(_settings(name, values), **more))
     except ERRORS as error:
         raise StartError(str(error)) from error
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's loops where it is installed (extra ``uvloop``), else asyncio's own."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
 
 
 def _check_packages() -> None:
@@ -342,7 +353,25 @@ def router(context: click.Context, /, **values: Any) -> None:
     Replicas that are added to or taken from the --config file come and go while it runs, also at SIGHUP.
     """
     path = context.parent.params.get("config") if context.parent is not None else None
-    _run("router.service", "router", values, reread=lambda: _reread(context, values, path), config=path)
+    more = {"reread": lambda: _reread(context, values, path), "config": path}
+    settings: RouterSettings = _settings("router", values)
+    if settings.workers == 1:
+        _run("router.service", "router", values, **more)
+        return
+    try:
+        code = Workers(settings, lambda worker: _work(worker, values, more)).run()
+    except RouterError as error:
+        raise StartError(str(error)) from error
+    raise SystemExit(code)
+
+
+def _work(worker: Worker, values: dict[str, Any], more: dict[str, Any]) -> None:
+    """One of several router processes."""
+    try:
+        _run("router.service", "router", values, worker=worker, **more)
+    except StartError as error:
+        error.show()
+        raise SystemExit(error.exit_code) from error
 
 
 def _reread(context: click.Context, values: dict[str, Any], path: Path | None) -> RouterSettings:

@@ -42,6 +42,7 @@ from router.metrics import RouterMetrics
 from router.plan import Planner
 from router.policies import POLICIES
 from router.poller import Poller
+from router.processes import Worker
 from router.refusal import refusal
 from router.registrar import Registrar
 from router.relay import leave_untyped
@@ -361,10 +362,11 @@ def _address(configured: str | None, map_lookup: MapLookup | None) -> Callable[[
 
 
 @asynccontextmanager
-async def listening(router: RouterApp) -> AsyncIterator[str]:
-    """Serves the router at its address; gives the URL. On leaving, open answers get their grace.
+async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIterator[str]:
+    """Serves the router at its address, which ``worker`` shares with others; gives the URL. On leaving, open
+    answers get their grace.
 
-    Raises ListenError.
+    Raises ListenError, SettingsError.
     """
     settings = router.settings
     tls = server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -372,9 +374,14 @@ async def listening(router: RouterApp) -> AsyncIterator[str]:
         admin = settings.admin_address()
         if admin is not None:
             # Cleaned up last: operators can look on while open answers have their grace.
-            router.admin_url = await _open(stack, router, router.admin_app, "--admin-listen", *admin, None)
+            host, port = admin
+            port += worker.number if worker is not None and port else 0
+            router.admin_url = await _open(stack, router, router.admin_app, "--admin-listen", host, port)
             log.info("metrics and debug pages on %s", router.admin_url)
-        url = await _open(stack, router, router.app, "--listen", *host_and_port(settings.listen), tls)
+        host, port = host_and_port(settings.listen)
+        port = port if worker is None else worker.port
+        shared = worker is not None
+        url = await _open(stack, router, router.app, "--listen", host, port, tls=tls, shared=shared)
         log.info("listening on %s", url)
         router.admin_url = router.admin_url or url
         yield url
@@ -388,14 +395,27 @@ async def _open(
     flag: str,
     host: str,
     port: int,
-    tls: ssl.SSLContext | None,
+    *,
+    tls: ssl.SSLContext | None = None,
+    shared: bool = False,
 ) -> str:
-    """Serves ``app``, as long as the stack is open; gives the URL. Raises ListenError."""
+    """Serves ``app``, as long as the stack is open; gives the URL. ``shared``: others have the port too.
+
+    Raises ListenError.
+    """
     settings = router.settings
     runner = Runner(app, settings.policy, settings.limits(), grace_s=settings.grace_s)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, host, port, reuse_address=True, backlog=settings.backlog, ssl_context=tls)
+    site = web.TCPSite(
+        runner,
+        host,
+        port,
+        reuse_address=True,
+        reuse_port=shared or None,
+        backlog=settings.backlog,
+        ssl_context=tls,
+    )
     try:
         await site.start()
     except OSError as error:
@@ -418,6 +438,7 @@ async def serve(
     *,
     reread: Reread | None = None,
     config: Path | None = None,
+    worker: Worker | None = None,
 ) -> None:
     """Runs the router until SIGTERM or SIGINT. ``reread`` makes the settings anew, at SIGHUP and when
     ``config`` changes. Raises RouterError when it cannot start.
@@ -430,7 +451,7 @@ async def serve(
     try:
         async with (
             router_app(settings, recorder=recorder, reread=reread, config=config) as router,
-            listening(router),
+            listening(router, worker),
         ):
             if router.reload is not None:
                 loop.add_signal_handler(signal.SIGHUP, router.reload.now)

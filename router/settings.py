@@ -48,6 +48,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "None: on 127.0.0.1, at the port of --listen plus 1000."
         ),
     ] = None
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Processes on --listen. The pages of worker n are at --admin-listen's port + n.",
+        ),
+    ] = 1
     tls_cert: Annotated[
         str | None, Meta(description="Certificate chain to serve https with (PEM); None: plain http.")
     ] = None
@@ -295,7 +302,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         parse_replicas(self.dns)
         parse_tokenizers(self.tokenizer)
         parse_keys(self.api_key)
-        self.admin_address()
+        if self.admin_address() is None and self.workers > 1:
+            raise SettingsError("--admin-listen same with --workers: each worker has pages of its own")
         if self.indexer is not None:
             checked_url("--indexer", self.indexer)
         if self.max_inflight is not None and self.max_inflight < 1:

@@ -1,0 +1,136 @@
+"""``--workers N``: so many processes on one port, each a whole router. The kernel spreads connections.
+
+They are forked before anything is opened: maps, sockets, threads and tracing are each process's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import msgspec
+
+from events.address import host_and_port
+from router.errors import ListenError
+from router.settings import RouterSettings
+
+log = logging.getLogger(__name__)
+
+STARTED_S = 5.0
+"""A worker that ends sooner could not start, and would not the next time either."""
+PR_SET_PDEATHSIG = 1
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Worker(msgspec.Struct, frozen=True):
+    """One of several processes: its number, from 0, and the port that all of them listen on."""
+
+    number: int
+    port: int
+
+
+class Workers:
+    """Keeps ``settings.workers`` processes running, each in ``serve``, until a signal ends them all."""
+
+    def __init__(self, settings: RouterSettings, serve: Callable[[Worker], None]) -> None:
+        self._settings = settings
+        self._serve = serve
+        self._running: dict[int, tuple[Worker, float]] = {}
+        self._stopping = False
+
+    def run(self) -> int:
+        """The exit code: 0 after a signal; that of a worker that could not start. Raises ListenError."""
+        for forwarded in FORWARDED:
+            signal.signal(forwarded, self._forward)
+        with reserved(self._settings.listen) as port:
+            for number in range(self._settings.workers):
+                self._start(Worker(number, port))
+            log.info("%d workers share port %d", self._settings.workers, port)
+            return self._watch()
+
+    def _watch(self) -> int:
+        code = 0
+        while self._running:
+            pid, status = os.wait()
+            worker, since = self._running.pop(pid)
+            if self._stopping:
+                continue
+            ended = os.waitstatus_to_exitcode(status)
+            if time.monotonic() - since < STARTED_S:
+                log.error("worker %d could not start (exit code %d)", worker.number, ended)
+                code = ended if ended > 0 else 1
+                self._forward(signal.SIGTERM, None)
+            else:
+                log.error("worker %d ended (exit code %d) and is started again", worker.number, ended)
+                self._start(worker)
+        return code
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        if number != signal.SIGHUP:
+            self._stopping = True
+        for pid in tuple(self._running):
+            os.kill(pid, number)
+
+    def _start(self, worker: Worker) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._be(worker)
+        self._running[pid] = worker, time.monotonic()
+        if self._stopping:
+            # The signal came in between, when this one was not known yet.
+            os.kill(pid, signal.SIGTERM)
+
+    def _be(self, worker: Worker) -> None:
+        """The life of the child; it never returns."""
+        code = 1
+        try:
+            for number in FORWARDED:
+                signal.signal(number, signal.SIG_DFL)
+            _end_with_parent()
+            self._serve(worker)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 1
+        except BaseException:
+            log.exception("worker %d failed", worker.number)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """A worker does not outlive a parent that was killed: it would keep the port."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def reserved(listen: str) -> Iterator[int]:
+    """The port of ``listen``, or a free one for port 0; nobody else gets it meanwhile.
+
+    Raises ListenError where somebody has it: sharing a port would let in other routers of the same user too.
+    """
+    host, port = host_and_port(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as alone, socket.socket(family) as shared:
+        try:
+            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            alone.bind((host, port))
+            port = alone.getsockname()[1]
+            alone.close()
+            shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            shared.bind((host, port))
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ListenError(f"cannot listen on {listen}: {why}; choose another --listen") from error
+        yield port

@@ -1,0 +1,205 @@
+"""Several router processes on one port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from router.errors import ListenError, SettingsError
+from router.processes import reserved
+from router.settings import RouterSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+BODY = {"model": "m", "prompt": [1]}
+
+
+class Process:
+    """A ``warmroute router`` and what it has logged so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.log = ""
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        while line := await self.process.stderr.readline():
+            self.log += line.decode()
+
+    def urls(self, said: str) -> list[str]:
+        return re.findall(rf"{said} (http\S+)", self.log)
+
+    async def end(self, deadline_s: float = 15.0) -> int:
+        if self.process.returncode is None:
+            self.process.terminate()
+        async with asyncio.timeout(deadline_s):
+            code = await self.process.wait()
+            await self._reader
+        return code
+
+
+@asynccontextmanager
+async def routers(*arguments: str, **environment: str) -> AsyncIterator[Process]:
+    command = [sys.executable, "-m", "warmroute", "router", *arguments]
+    process = Process(
+        await asyncio.create_subprocess_exec(
+            *command, stderr=asyncio.subprocess.PIPE, cwd=ROOT, env=os.environ | environment
+        )
+    )
+    try:
+        yield process
+    finally:
+        await process.end()
+
+
+async def spread(url: str, enough: Callable[[], bool]) -> None:
+    """Sends requests, each on a connection of its own, until they have come where they should."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
+        async with asyncio.timeout(20):
+            while not enough():
+                async with client.post(f"{url}/v1/completions", json=BODY) as response:
+                    assert response.status == 200
+
+
+async def test_tr03_workers_share_a_port_and_each_traces_as_itself(start_engine: Any, kit: Any) -> None:
+    instances: set[str] = set()
+
+    async def traces(request: web.Request) -> web.Response:
+        for spans in ExportTraceServiceRequest.FromString(await request.read()).resource_spans:
+            said = {attribute.key: attribute.value.string_value for attribute in spans.resource.attributes}
+            instances.add(said["service.instance.id"])
+        return web.Response()
+
+    engine = await start_engine()
+    collector = web.Application()
+    collector.router.add_post("/v1/traces", traces)
+    runner = web.AppRunner(collector)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{runner.addresses[0][1]}",
+        "OTEL_BSP_SCHEDULE_DELAY": "50",
+    }
+    arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--replica", f"e0={engine.url}")
+    async with routers(*arguments, **environment) as process:
+        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        assert len(set(process.urls("listening on"))) == 1
+        admins = process.urls("debug pages on")
+        assert len(set(admins)) == 2
+        await spread(process.urls("listening on")[0], lambda: len(instances) == 2)
+        async with aiohttp.ClientSession() as client:
+            for admin in admins:
+                async with client.get(f"{admin}/debug/decisions") as response:
+                    assert (await response.json())["decisions"]
+        assert await process.end() == 0
+        assert process.log.count("shutting down") == 2
+    await runner.cleanup()
+
+
+async def test_px17_workers_finish_open_streams_at_sigterm(start_engine: Any, kit: Any) -> None:
+    gate = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], gate.wait)
+
+    engine = await start_engine(answer=answer)
+    arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--replica", f"e0={engine.url}")
+    async with routers(*arguments) as process, aiohttp.ClientSession() as client:
+        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        url = process.urls("listening on")[0]
+        async with client.post(f"{url}/v1/completions", json={**BODY, "stream": True}) as response:
+            await response.content.readexactly(10)
+            process.process.send_signal(signal.SIGTERM)
+            await kit.wait_until(lambda: process.log.count("shutting down") == 2, "both go down")
+            gate.set()
+            assert (await response.read()).endswith(b"[DONE]\n\n")
+        assert await process.end() == 0
+
+
+async def test_a_worker_that_cannot_start_ends_them_all(tmp_path: Path) -> None:
+    arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--tls-cert", str(tmp_path / "gone.pem"))
+    async with routers(*arguments) as process:
+        async with asyncio.timeout(20):
+            assert await process.process.wait() == 2
+    assert "gone.pem" in process.log
+    assert "could not start" in process.log
+    assert "Traceback" not in process.log
+
+
+CRASHING = """
+    import logging, os, sys, time
+    from pathlib import Path
+    from router import processes
+    from router.settings import RouterSettings
+
+    logging.basicConfig(level="INFO")
+    processes.STARTED_S = 0.0
+
+    def serve(worker):
+        (Path(sys.argv[1]) / str(os.getpid())).write_text(str(worker.number))
+        time.sleep(60)
+
+    sys.exit(processes.Workers(RouterSettings(listen="127.0.0.1:0", workers=2), serve).run())
+"""
+
+
+async def test_a_worker_that_dies_is_started_again(tmp_path: Path, kit: Any) -> None:
+    def alive() -> dict[int, str]:
+        found = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+        return {pid: number for pid, number in found.items() if number and Path(f"/proc/{pid}").exists()}
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(CRASHING), str(tmp_path), cwd=ROOT
+    )
+    await kit.wait_until(lambda: sorted(alive().values()) == ["0", "1"], "both run")
+    victim = next(pid for pid, number in alive().items() if number == "1")
+    os.kill(victim, signal.SIGKILL)
+    await kit.wait_until(lambda: victim not in alive() and len(alive()) == 2, "another one took its place")
+    assert sorted(alive().values()) == ["0", "1"]
+    process.terminate()
+    async with asyncio.timeout(10):
+        assert await process.wait() == 0
+    await kit.wait_until(lambda: not alive(), "all are gone")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells children of their parent's death")
+async def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path: Path, kit: Any) -> None:
+    def alive() -> list[str]:
+        return [path.name for path in tmp_path.iterdir() if Path(f"/proc/{path.name}").exists()]
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(CRASHING), str(tmp_path), cwd=ROOT
+    )
+    await kit.wait_until(lambda: len(alive()) == 2, "both run")
+    process.kill()
+    await process.wait()
+    await kit.wait_until(lambda: not alive(), "both are gone")
+
+
+def test_a_port_that_somebody_has_is_not_shared() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ListenError, match="already in use"), reserved(address):
+            pass
+
+
+def test_pages_for_all_on_a_shared_port_are_refused() -> None:
+    with pytest.raises(SettingsError, match="--workers"):
+        RouterSettings(workers=2, admin_listen="same").check()
