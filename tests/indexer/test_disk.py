@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from indexer.bounds import Bounds, Eviction
+from indexer.compact import compact
 from indexer.errors import DiskFullError, MapError
 from indexer.writer import MapWriter
 from warmroute import main
@@ -165,6 +166,24 @@ def test_a_map_that_is_there_is_not_harmed_by_a_start_on_a_full_disk(
     disk.empty()
     rig = make_rig(disk.map)
     assert rig.held(PROMPT) == {"A": (28, 28, 28)}
+    rig.check()
+    rig.close()
+
+
+def test_a_map_that_cannot_be_compacted_on_a_full_disk_is_as_it_was(
+    mounted: Any, make_rig: Any, engine: Any
+) -> None:
+    disk = mounted()
+    rig = make_rig(disk.map)
+    rig.say(rig.follow("A"), engine().stored(prompt(1, 2_000)))
+    rig.close()
+    disk.fill()
+    with pytest.raises(MapError, match="make room on its disk"):
+        compact(disk.map)
+    disk.empty()
+    assert [path.name for path in disk.map.iterdir() if path.name.startswith("compact-")] == []
+    rig = make_rig(disk.map)
+    assert rig.held(prompt(1, 2_000)) == {"A": (8_000, 8_000, 8_000)}
     rig.check()
     rig.close()
 

@@ -384,7 +384,6 @@ def test_a_group_that_fails_corrects_nothing(
             rig.ingest.step([])
         with pytest.raises(MapFullError):
             future.result(0)
-    rig.ingest._resume_from_commit()
     assert (gpu(rig), rows(rig)) == (28, (0, 0))
     with rig.writer.group() as group:
         assert rig.ingest._followed[a].own.corrections(group).denied == {}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from events.inbox import StreamId
-from events.stream import Frame, ReplayEnded
+from events.publisher import encode
+from events.schema import AllBlocksCleared
+from events.stream import Connected, Disconnected, Frame, ReplayEnded
 from indexer.bounds import Bounds, Eviction
 from indexer.errors import MapFullError
 from indexer.room import GROUP_SIGNALS, WAITS, Room
@@ -229,6 +234,81 @@ def test_a_group_that_fails_leaves_streams_as_they_were_and_may_come_again(
     assert rig.record(a).state == "live"
     assert rig.held(PROMPT) == {"A": (28, 28, 28)}
     assert isinstance(after[1], Frame)
+
+
+class Stepper:
+    """Steps of a rig; with ``fails`` each is tried in vain before it goes in."""
+
+    def __init__(self, rig: Any, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rig = rig
+        self._fails = fails
+        self._patch = monkeypatch
+
+    def step(self, signals: list[Any]) -> None:
+        if self._fails and signals:
+            with self._patch.context() as patched:
+                patched.setattr("indexer.changes.Changes.flush", _refuse)
+                with pytest.raises(MapFullError):
+                    self.rig.ingest.step(signals)
+        self.rig.ingest.step(signals)
+
+    def all(self) -> Any:
+        """All that is known, but for the numbers of slots and generations."""
+        plain = {"slot": 0, "generation": 0}
+        records = [msgspec.structs.replace(each.record, **plain) for each in self.rig.reader.streams()]
+        held = [
+            (number, one.instance, one.rank, one.state, one.gpu)
+            for number in range(8)
+            for one in self.rig.reader.query("m", prompt(number, 6))
+        ]
+        return sorted(records, key=lambda record: record.id), sorted(held), self.rig.feed.asks
+
+
+def _refuse(_: Any) -> None:
+    raise MapFullError("full")
+
+
+def life(chance: Random, hasher: Any, asks: list[Any], a: StreamId, b: StreamId) -> Iterator[list[Any]]:
+    """What two engines say in random order: batches of several ranks, losses, clears, replays, cuts."""
+    sequences = {a: -1, b: -1}
+    for number in range(150):
+        signals: list[Any] = []
+        for _ in range(chance.randrange(1, 5)):
+            stream = chance.choice([a, b])
+            kind = chance.choice(["frame"] * 12 + ["gap", "cut", "restart", "end", "clear"])
+            if kind == "cut":
+                signals += [(stream, Disconnected()), (stream, Connected())]
+                continue
+            if kind == "end":
+                asked = [ask.ask for each, ask in asks if each == stream]
+                signals += [(stream, ReplayEnded(asked[-1]))] if asked else []
+                continue
+            sequences[stream] = 0 if kind == "restart" else sequences[stream] + (2 if kind == "gap" else 1)
+            stored = hasher.stored(prompt(chance.randrange(8), 6), 0, chance.randrange(1, 7))
+            removed = hasher.removed(prompt(chance.randrange(8), 6), chance.randrange(6))
+            events = [AllBlocksCleared()] if kind == "clear" else [stored, *removed]
+            rank = chance.choice([None, 0, 0, 1, 2]) if stream == b else None
+            signals.append((stream, Frame(sequences[stream], encode(events, number, rank))))
+        yield signals
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_life_in_which_each_group_fails_once_comes_to_the_same(
+    make_rig: Any, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    told = []
+    for fails in (False, True):
+        rig = make_rig(tmp_path / str(fails))
+        stepper = Stepper(rig, fails, monkeypatch)
+        a, b = rig.follow("A", replay_endpoint="tcp://127.0.0.1:5558"), rig.follow("B")
+        for number, signals in enumerate(life(Random(seed), engine(), rig.feed.asks, a, b)):
+            rig.now += number % 3
+            stepper.step(signals)
+        rig.collect()
+        rig.check()
+        told.append(stepper.all())
+        rig.close()
+    assert told[0] == told[1]
 
 
 def test_signals_that_are_put_back_keep_their_turn_their_order_and_their_weight(rig: Any) -> None:
