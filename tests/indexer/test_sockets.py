@@ -125,6 +125,29 @@ def test_ev05_each_rank_has_its_port_and_only_the_one_that_restarts_is_cleared(
     assert [record(indexer, "A", rank).counters.batches for rank in range(4)] == [1, 0, 2, 0]
 
 
+def test_ev06_ranks_of_one_port_are_heard_replayed_and_forgotten_together(
+    indexers: Any, publishers: Any, engine: Any, until: Any, tmp_path: Path
+) -> None:
+    indexer, publisher = indexers(tmp_path / "map"), publishers()
+    register(indexer, "A", publisher)
+    for rank, stop in ((0, 7), (1, 3), (3, 5)):
+        publisher.publish_payload(encode([engine(rank).stored(PROMPT, 0, stop)], 1.0, rank))
+
+    def matched() -> dict[int, int]:
+        found = indexer.reader.query("m", PROMPT)
+        return {one.rank: one.gpu for one in found if one.state == "live"}
+
+    until(lambda: matched() == {0: 28, 1: 12, 3: 20})
+    indexer.close()
+    publisher.publish_payload(encode([engine(1).stored(PROMPT, 3, 7)], 1.0, 1))
+    indexer = indexers(tmp_path / "map")
+    until(lambda: matched() == {0: 28, 1: 28, 3: 20})
+    publisher.close()
+    again = publishers(wildcard(publisher.endpoint), publisher.replay_endpoint)
+    again.publish_payload(encode([engine(8).stored(PROMPT, 0, 1)], 2.0, 0))
+    until(lambda: matched() == {0: 4})
+
+
 def test_ev12_an_engine_that_restarts_in_place_loses_what_it_had(
     indexers: Any, publishers: Any, engine: Any, caught_up: Any, until: Any
 ) -> None:
