@@ -19,7 +19,7 @@ from indexer.errors import IndexerAnswerError, IndexerClientError, MapError, Map
 from indexer.reader import Matched
 from indexer.shard_reader import View, open_map
 from router.errors import LookupFailedError
-from router.key_cache import KeyCache
+from router.key_cache import KeyCache, PromptKeys
 
 log = logging.getLogger(__name__)
 
@@ -74,16 +74,15 @@ class MapLookup:
     async def match(
         self, model: str, tokens: array[int], lora_name: str | None, cache_salt: str | None
     ) -> list[Matched]:
-        query = partial(self._query, model, tokens, lora_name, cache_salt)
-        if self._reader is not None and not self._busy and self._is_quick(tokens, lora_name, cache_salt):
+        keys = self._keys.of(tokens, lora_name, cache_salt)
+        query = partial(self._query, model, tokens, lora_name, cache_salt, keys)
+        if self._reader is not None and not self._busy and self._is_quick(tokens, keys):
             return query()
         return await self._in_thread(query)
 
-    def _is_quick(self, tokens: array[int], lora_name: str | None, cache_salt: str | None) -> bool:
-        return (
-            len(tokens) <= INLINE_TOKENS
-            or len(tokens) - self._keys.known_tokens(tokens, lora_name, cache_salt) <= INLINE_TOKENS
-        )
+    @staticmethod
+    def _is_quick(tokens: array[int], keys: PromptKeys) -> bool:
+        return len(tokens) <= INLINE_TOKENS or len(tokens) - keys.known_tokens <= INLINE_TOKENS
 
     async def indexer_address(self) -> str | None:
         """Where the indexer that writes the map listens, or None while that cannot be read."""
@@ -115,13 +114,16 @@ class MapLookup:
             future.exception()
 
     def _query(
-        self, model: str, tokens: array[int], lora_name: str | None, cache_salt: str | None
+        self,
+        model: str,
+        tokens: array[int],
+        lora_name: str | None,
+        cache_salt: str | None,
+        keys: PromptKeys,
     ) -> list[Matched]:
         reader = self._open()
         try:
-            return reader.query(
-                model, tokens, lora_name=lora_name, cache_salt=cache_salt, keys=self._keys.prompt_keys
-            )
+            return reader.query(model, tokens, lora_name=lora_name, cache_salt=cache_salt, keys=keys)
         except MapError as error:
             self._close_reader()
             raise self._failed("map-failed", error) from error

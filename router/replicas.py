@@ -240,6 +240,8 @@ class Replica:
     @property
     def all_ranks(self) -> tuple[int, ...]:
         """The ranks that are known."""
+        if not self.port_ranks:
+            return self.ranks
         return tuple(dict.fromkeys((*self.ranks, *self.port_ranks)))
 
     def pins(self, matched_tokens: int | None) -> bool:

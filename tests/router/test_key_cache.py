@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 
 from indexer.keys import prompt_keys
 from router import key_cache
-from router.key_cache import SEGMENT_TOKENS, KeyCache, Keys
+from router.key_cache import SEGMENT_TOKENS, KeyCache
 
 PROMPT = array("I", range(5 * SEGMENT_TOKENS + 100))
+
+
+def keys_of(cache: KeyCache, tokens: array[int], **what: Any) -> list[bytes]:
+    return cache.of(tokens, what.get("lora_name"), what.get("cache_salt"))(tokens, **what)
+
+
+def known(cache: KeyCache, tokens: array[int], lora_name: str | None = None, salt: str | None = None) -> int:
+    return cache.of(tokens, lora_name, salt).known_tokens
 
 
 def tokens_of(ends: list[tuple[int, int]]) -> array[int]:
@@ -48,7 +56,7 @@ QUERIES = st.lists(
 def test_cached_keys_are_the_keys(queries: list[tuple[array[int], dict[str, Any]]], size: int) -> None:
     cache = KeyCache(size)
     for tokens, what in queries:
-        assert list(cache.prompt_keys(tokens, **what)) == prompt_keys(tokens, **what)
+        assert keys_of(cache, tokens, **what) == prompt_keys(tokens, **what)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +72,16 @@ def test_cached_keys_are_the_keys(queries: list[tuple[array[int], dict[str, Any]
 )
 def test_keys_of_another_model_adapter_salt_or_block_size_are_others(other: dict[str, Any]) -> None:
     cache = KeyCache(100_000)
-    plain = {"model": "m", "block_size": 16}
-    mine = list(cache.prompt_keys(PROMPT, **plain))  # type: ignore[arg-type]
-    theirs = list(cache.prompt_keys(PROMPT, **plain | other))  # type: ignore[arg-type]
+    plain: dict[str, Any] = {"model": "m", "block_size": 16}
+    mine = keys_of(cache, PROMPT, **plain)
+    theirs = keys_of(cache, PROMPT, **plain | other)
     assert not set(mine) & set(theirs)
-    assert theirs == prompt_keys(PROMPT, **plain | other)  # type: ignore[arg-type]
+    assert theirs == prompt_keys(PROMPT, **plain | other)
 
 
 def test_only_what_is_new_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KeyCache(100_000)
-    cache.prompt_keys(PROMPT, model="m", block_size=16)
+    keys_of(cache, PROMPT, model="m", block_size=16)
     hashed: list[int] = []
     real = key_cache.local_hashes
 
@@ -82,26 +90,15 @@ def test_only_what_is_new_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(tokens, block_size)
 
     monkeypatch.setattr(key_cache, "local_hashes", counted)
-    assert cache.known_tokens(PROMPT, None, None) == 5 * SEGMENT_TOKENS
-    assert cache.known_tokens(PROMPT, "l", None) == cache.known_tokens(PROMPT, None, "s") == 0
-    cache.prompt_keys(PROMPT + array("I", [7] * 200), model="m", block_size=16)
+    assert known(cache, PROMPT) == 5 * SEGMENT_TOKENS
+    assert known(cache, PROMPT, "l") == known(cache, PROMPT, None, "s") == 0
+    keys_of(cache, PROMPT + array("I", [7] * 200), model="m", block_size=16)
     assert hashed == [300]
 
 
 def test_the_cache_is_bounded_by_its_blocks() -> None:
     cache = KeyCache(1000)
     for number in range(100):
-        cache.prompt_keys(array("I", [number] * 3 * SEGMENT_TOKENS), model="m", block_size=16)
-    kept = sum(
-        cache.known_tokens(array("I", [number] * 3 * SEGMENT_TOKENS), None, None) for number in range(100)
-    )
+        keys_of(cache, array("I", [number] * 3 * SEGMENT_TOKENS), model="m", block_size=16)
+    kept = sum(known(cache, array("I", [number] * 3 * SEGMENT_TOKENS)) for number in range(100))
     assert SEGMENT_TOKENS <= kept <= 1000 * 16
-
-
-def test_keys_are_a_sequence() -> None:
-    keys = Keys(b"aaaaaaaabbbbbbbbcccccccc")
-    assert (len(keys), keys[0], keys[-1], keys[1:]) == (3, b"a" * 8, b"c" * 8, [b"b" * 8, b"c" * 8])
-    assert list(keys) == [b"a" * 8, b"b" * 8, b"c" * 8]
-    for outside in (3, -4):
-        with pytest.raises(IndexError):
-            keys[outside]

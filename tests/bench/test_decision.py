@@ -1,0 +1,132 @@
+"""CPU of one routing decision, tokenising aside: the request read, its keys made or found, the map asked, a
+stream chosen and booked. 32 replicas and a real map: four hold the whole prompt and the others its first
+twentieth, or each holds another part.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.table import Table
+
+from events.schema import BlockStored, token_array
+from indexer.reader import MapReader
+from indexer.registration import Registration
+from indexer.writer import MapWriter
+from router.decider import Decider
+from router.fleet import Fleet
+from router.key_cache import KeyCache
+from router.load import Load
+from router.lookup import MapLookup
+from router.metrics import RouterMetrics
+from router.plan import Planner
+from router.policies import POLICIES
+from router.prompt import RequestBody
+from router.replicas import Replica, parse_replica
+from router.settings import RouterSettings
+from router.tokens import Tokens
+from tests.bench.load import MODEL
+
+REPLICAS = 32
+PROMPT_TOKENS = 32_000
+TAIL_TOKENS = 200
+ROUNDS = 200
+BODY = b'{"model": "%s", "prompt": "x"}' % MODEL.encode()
+PATH = "/v1/completions"
+NAMES = [f"replica-{number}" for number in range(REPLICAS)]
+
+
+class Known:
+    """Stands for the tokenizer: the tokens are there already."""
+
+    def __init__(self) -> None:
+        self.ids = array("I")
+
+    async def tokens(self, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
+        return Tokens(self.ids)
+
+
+def few_hold_it(number: int, chance: random.Random) -> float:
+    return 1.0 if number < 4 else 0.05
+
+
+def all_differ(number: int, chance: random.Random) -> float:
+    return chance.random()
+
+
+def fill(
+    folder: Path, tokens: array[int], block_size: int, share: Callable[[int, random.Random], float]
+) -> MapWriter:
+    """A map in which each replica holds its share of the prompt."""
+    chance, writer = random.Random(1), MapWriter(folder)
+    for number, name in enumerate(NAMES):
+        count = int(share(number, chance) * (len(tokens) // block_size))
+        with writer.group() as group:
+            record = writer.open_stream(
+                group,
+                Registration(
+                    instance_id=name, endpoint="tcp://127.0.0.1:1", model_name=MODEL, block_size=block_size
+                ),
+            )
+            record.state = "live"
+            hashes = [chance.getrandbits(64).to_bytes(8, "big") for _ in range(count)]
+            if count:
+                event = BlockStored(hashes, None, tokens[: count * block_size], block_size)
+                group.blocks(record).store(event)
+    return writer
+
+
+def make(writer: MapWriter, session: aiohttp.ClientSession, keys: KeyCache | None) -> tuple[Any, Any, Known]:
+    fleet = Fleet([parse_replica(f"{name}=http://127.0.0.1:1,model={MODEL}") for name in NAMES], session)
+    lookup = MapLookup(Path("/nowhere"), timeout_s=5, keys=keys)
+    lookup._reader = MapReader(writer.env, writer.tables)
+    rules, known = RouterSettings().rules(), Known()
+    planner = Planner(fleet, known, lookup, rules, RouterMetrics())  # type: ignore[arg-type]
+    decider = Decider(fleet, Load(), rules.default, POLICIES["least-loaded"], rng=random.Random(1))
+    return planner, decider, known
+
+
+async def cpu_ms(planner: Any, decider: Any, known: Known, prompt: Callable[[], array[int]]) -> float:
+    """The fastest tenth of all rounds, as others share the machine; of all threads, as one may do a part."""
+    times = []
+    for number in range(ROUNDS + 5):
+        known.ids = prompt()
+        begun = time.process_time()
+        plan = await planner.plan(f"r{number}", BODY, path=PATH, headers={})
+        _, reservation = decider.decide(plan)
+        times.append(time.process_time() - begun)
+        assert plan.fallback is None
+        reservation.release()
+    return statistics.quantiles(times[5:], n=10)[0] * 1e3
+
+
+async def test_a_decision_for_32k_tokens_over_32_replicas(tmp_path: Path) -> None:
+    chance = random.Random(2)
+    tokens = token_array(chance.choices(range(128_000), k=PROMPT_TOKENS))
+
+    def tail() -> array[int]:
+        return tokens[:-TAIL_TOKENS] + token_array(chance.choices(range(128_000), k=TAIL_TOKENS))
+
+    table = Table("held", "block size", "prefix known, tail of 200: ms", "nothing known: ms")
+    async with aiohttp.ClientSession() as session:
+        for share, block_size in [(few_hold_it, 16), (few_hold_it, 64), (all_differ, 16), (all_differ, 64)]:
+            writer = fill(tmp_path / f"{share.__name__}-{block_size}", tokens, block_size, share)
+            with writer.group():
+                pass
+            warm = await cpu_ms(*make(writer, session, KeyCache(1_000_000)), tail)
+            cold = await cpu_ms(*make(writer, session, None), tail)
+            table.add_row(share.__name__.replace("_", " "), str(block_size), f"{warm:.2f}", f"{cold:.2f}")
+            writer.close()
+    console = Console(width=140)
+    console.print(
+        f"\nCPU of a decision: {PROMPT_TOKENS:,} tokens, {REPLICAS} replicas, fastest tenth of {ROUNDS}"
+    )
+    console.print(table)
