@@ -21,11 +21,13 @@ from events.schema import BlockStored, token_array
 from indexer.reader import MapReader
 from indexer.registration import Registration
 from indexer.writer import MapWriter
+from router.chooser import Chooser
 from router.decider import Decider
 from router.fleet import Fleet
 from router.key_cache import KeyCache
 from router.load import Load
 from router.lookup import MapLookup
+from router.marks import MARK_TOKENS
 from router.metrics import RouterMetrics
 from router.plan import Planner
 from router.policies import POLICIES
@@ -90,7 +92,8 @@ def make(writer: MapWriter, session: aiohttp.ClientSession, keys: KeyCache | Non
     lookup._reader = MapReader(writer.env, writer.tables)
     rules, known = RouterSettings().rules(), Known()
     planner = Planner(fleet, known, lookup, rules, RouterMetrics())  # type: ignore[arg-type]
-    decider = Decider(fleet, Load(), rules.default, POLICIES["least-loaded"], rng=random.Random(1))
+    chooser = Chooser(Load(), random.Random(1), time.monotonic, mark_tokens=MARK_TOKENS)
+    decider = Decider(fleet, chooser, rules.default, POLICIES["least-loaded"])
     return planner, decider, known
 
 

@@ -4,8 +4,10 @@ tokenizer.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 from array import array
 from typing import Any
 
@@ -15,6 +17,7 @@ from aiohttp import web
 transformers = pytest.importorskip("transformers", reason="the extra local-tokenizer is not installed")
 
 from router.conversation import ContentFormat, InexactError, read_chat  # noqa: E402
+from router.local_tokenizer import LocalTokenizer  # noqa: E402
 from router.prompt import read_body  # noqa: E402
 from router.token_check import compare  # noqa: E402
 from tests.router import small_tokenizer  # noqa: E402
@@ -186,3 +189,37 @@ def test_probes_that_one_side_refuses_are_not_compared() -> None:
     assert compare([{}, {"string": a, "openai": a}], [a, None]).probes == 0
     result = compare([{"string": a, "openai": b}, {"string": a}, {}], [a, a, a])
     assert (result.agreeing, result.probes) == ({"string"}, 2)
+
+
+async def test_px13_health_and_other_requests_are_answered_while_every_tokenizing_thread_is_held(
+    kit: Any,
+    start_engine: Any,
+    start_router: Any,
+    folders: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = await start_engine(tokenize=Tokenize(folders["one"]))
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(
+        engine, lookup=lookup, tokenizer=(f"m={folders['one']}",), tokenizer_threads=2
+    )
+    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    hold, held, real = threading.Event(), threading.Semaphore(0), LocalTokenizer.encode
+
+    def encode(self: LocalTokenizer, text: str, add_special_tokens: bool) -> array[int]:
+        assert threading.current_thread() is not threading.main_thread()
+        held.release()
+        assert hold.wait(20)
+        return real(self, text, add_special_tokens)
+
+    monkeypatch.setattr(LocalTokenizer, "encode", encode)
+    prompts = [f"{number} " + "word " * 20_000 for number in range(8)]
+    sent = [asyncio.create_task(router.complete(prompt)) for prompt in prompts]
+    for _ in range(2):
+        assert await asyncio.to_thread(held.acquire, timeout=20)
+    for _ in range(20):
+        assert (await router.get("/health"))["status"] == "ok"
+    assert (await router.complete([1, 2, 3])).status == 200
+    assert not any(task.done() for task in sent)
+    hold.set()
+    assert {(await task).status for task in sent} == {200}

@@ -1,0 +1,61 @@
+"""A model hub that cannot be reached: connections are taken and nothing is ever answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+pytest.importorskip("transformers", reason="the extra local-tokenizer is not installed")
+
+ROOT = Path(__file__).parents[2]
+
+
+async def test_px13_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the_end(
+    start_engine: Any,
+) -> None:
+    engine = await start_engine()
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        url = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        command = ["-m", "warmroute", "router", "--listen", "127.0.0.1:0", "--replica", f"e0={engine.url}"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            "--tokenizer",
+            "m=some/model",
+            stderr=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"},
+        )
+        assert process.stderr is not None
+        try:
+            async with asyncio.timeout(60), aiohttp.ClientSession() as client:
+                while b"listening on " not in (line := await process.stderr.readline()):
+                    assert line, "the router ended"
+                router = line.decode().rpartition("listening on ")[2].strip()
+                hub.setblocking(False)
+                connection, _ = await asyncio.get_running_loop().sock_accept(hub)  # it hangs in the load now
+                for _ in range(5):
+                    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+                    async with client.post(f"{router}/v1/chat/completions", json=body) as response:
+                        assert response.status == 200
+                    async with client.get(f"{router}/health") as response:
+                        assert response.status == 200
+                async with client.get(f"{router}/debug/tokenizers") as response:
+                    told = json.loads(await response.read())["tokenizers"]
+                assert [one["state"] for one in told] == ["loading"]
+                process.send_signal(signal.SIGTERM)
+                assert await process.wait() == 0
+                connection.close()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
