@@ -25,10 +25,12 @@ async def test_px13_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the
     engine = await start_engine()
     with socket.create_server(("127.0.0.1", 0)) as hub:
         url = f"http://127.0.0.1:{hub.getsockname()[1]}"
-        command = ["-m", "warmroute", "router", "--listen", "127.0.0.1:0", "--replica", f"e0={engine.url}"]
+        command = ["-m", "warmroute", "router", "--listen", "127.0.0.1:0", "--admin-listen", "same"]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *command,
+            "--replica",
+            f"e0={engine.url}",
             "--tokenizer",
             "m=some/model",
             stderr=asyncio.subprocess.PIPE,
