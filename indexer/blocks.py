@@ -21,6 +21,7 @@ from indexer.layout import (
     slot_key,
     tier_of,
 )
+from indexer.seeds import sample
 
 MAX_WAITING = 100_000
 
@@ -178,6 +179,8 @@ class StreamBlocks:
         while before is not None and number < len(names):
             blocks = block_keys(before, locals_[number:], extras[number:])
             changes.fetch(names[number:], blocks)
+            if event.parent is None and not number:
+                sample(self._record, blocks[0], event.hashes[0])
             if changes.all_new(names[number:]) and not self._record.waiting:
                 self._append(names[number:], blocks, [parent, *event.hashes[number:]], behind, tier)
                 break
@@ -226,9 +229,9 @@ class StreamBlocks:
         """Holds a chain of which no name is known yet: as :meth:`_hold` does block by block, in one go."""
         changes, record = self._changes, self._record
         changes.append(names, blocks, parents, ONE_COPY[tier])
-        for block in blocks:
-            if changes.hold(block, tier, self._bit):
-                record.shared += changes.share(self._slot + block, tier, 1)
+        hold, bit = changes.hold, self._bit
+        for block in [block for block in blocks if hold(block, tier, bit)]:
+            record.shared += changes.share(self._slot + block, tier, 1)
         self._stored += blocks
         record.blocks += len(names)
         if tier != GPU:

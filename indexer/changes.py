@@ -112,16 +112,15 @@ class Changes:
 
     def hold(self, key: bytes, tier: int, slots: int) -> bool:
         """Stages that the ``slots`` (a bitmap) hold a block in ``tier``; gives whether they did already."""
-        before = self._holders.get(key) or self.holders(key)
-        gpu, cpu, disk = before
+        gpu, cpu, disk = before = self._holders.get(key) or self.holders(key)
+        if before[tier] & slots:
+            return True
         if tier == GPU:
             held = (gpu | slots, cpu, disk)
         elif tier == CPU:
             held = (gpu, cpu | slots, disk)
         else:
             held = (gpu, cpu, disk | slots)
-        if held == before:
-            return True
         self._holders[key] = self._changed_holders[key] = held
         return False
 

@@ -20,6 +20,7 @@ from indexer.ingest import Ingest
 from indexer.keys import KEY_BYTES
 from indexer.layout import StreamRecord
 from indexer.reader import MapReader, StreamStatus, credit
+from indexer.seeds import seeds
 from indexer.shard_reader import View
 
 
@@ -35,10 +36,13 @@ class ReplicasApi:
         return [web.get("/debug/replicas", self.replicas)]
 
     async def replicas(self, _: web.Request) -> web.Response:
-        faults = self._subscriber.faults
+        faults, streams = self._subscriber.faults, self._reader.streams()
+        ways = seeds(status.record for status in streams)
         return answer(
             {
-                "replicas": [self._replica(status) for status in self._reader.streams()],
+                "replicas": [
+                    self._replica(status) | {"hash_seed": ways.get(status.record.id)} for status in streams
+                ],
                 "unmatched_topics": dict(faults.unmatched),
                 "map": {
                     "used_bytes": self._reader.used_bytes(),

@@ -240,6 +240,7 @@ class StreamRecord(msgspec.Struct):
     ``restrictions`` says how many tokens before the end of a hit each other group must hold too (None: all
     of them). ``group_kinds`` has every kind that was announced. ``reports`` counts, up to two, what only
     an engine does that reports reused blocks; ``shared`` counts the rows of its table.
+    ``samples`` has the engine hashes of a few first blocks of prompts, by block key.
 
     ``started_at`` is when the engine's process started, ``lost_at`` since when what is known may be outdated
     (unix seconds both, None: not known, nothing lost). ``denied`` and ``believed`` count corrections by
@@ -266,6 +267,7 @@ class StreamRecord(msgspec.Struct):
     restrictions: dict[int, int | None] = {}
     reports: int = 0
     shared: int = 0
+    samples: dict[bytes, bytes] = {}
     blocks: int = 0
     orphans: int = 0
     waiting: int = 0

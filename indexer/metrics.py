@@ -14,6 +14,7 @@ from events.subscriber import Subscriber
 from indexer.errors import MapError
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
+from indexer.seeds import seeds
 
 STREAM = ["instance", "rank"]
 QUERY_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
@@ -120,7 +121,13 @@ class _Streams(Collector):
         skipped = CounterMetricFamily(
             "warmroute_indexer_skipped", "What was left out of the map.", labels=[*STREAM, "reason"]
         )
-        for status in self._reader.streams():
+        streams = self._reader.streams()
+        yield GaugeMetricFamily(
+            "warmroute_indexer_hash_seeds",
+            "Ways in which engines hash equal content, among those that can be compared.",
+            value=len(set(seeds(status.record for status in streams).values())),
+        )
+        for status in streams:
             record = status.record
             label = [record.id[0], str(record.id[1])]
             blocks.add_metric(label, record.blocks)

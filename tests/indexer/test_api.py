@@ -546,6 +546,8 @@ async def test_metrics_parse_and_tell_each_stream(two: Api) -> None:
     assert samples[prefix + "stream_state", "A", "live"] == 1
     assert samples[prefix + "stream_weight", "A", None] == 1
     assert samples[prefix + "orphans", "A", None] == 0
+    assert samples[prefix + "unjudged_groups", "A", None] == 0
+    assert samples[prefix + "hash_seeds", None, None] >= 0
     assert samples[prefix + "queued", "A", None] == 0
     assert samples[prefix + "event_age_seconds", "A", None] >= 0
     assert samples[prefix + "query_seconds_count", None, None] == 1

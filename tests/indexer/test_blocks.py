@@ -65,6 +65,15 @@ def test_ev16_a_clear_forgets_all_copies(rig: Any, engine: Any) -> None:
     assert gpu(rig) == {"A": 0}
 
 
+def test_ev16_the_same_batch_again_raises_no_count(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    batch = rig.frame(a, hasher.stored(PROMPT))
+    rig.ingest.step([batch])
+    rig.ingest.step([batch, batch])
+    rig.say(a, *hasher.removed(PROMPT))
+    assert gpu(rig) == {"A": 0}
+
+
 def test_ev16_the_removal_of_an_unknown_block_is_counted_and_does_nothing(rig: Any, engine: Any) -> None:
     a, hasher = rig.follow("A"), engine()
     rig.say(a, hasher.stored(PROMPT))
