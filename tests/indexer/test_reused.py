@@ -76,6 +76,14 @@ def test_a_prompt_computed_anew_is_a_second_copy_of_all_its_blocks(rig: Any, eng
     assert gpu(rig) == 0
 
 
+def test_a_prompt_computed_anew_in_parts_is_no_report(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    rig.say(a, hasher.stored(PROMPT))
+    for _ in range(3):
+        rig.say(a, hasher.stored(PROMPT, 0, 4), hasher.stored(PROMPT, 4))
+    assert not rig.record(a).reports_reused
+
+
 def test_a_ghost_from_before_reuse_was_proven_goes_the_next_time(rig: Any, engine: Any) -> None:
     a, hasher = rig.follow("A"), engine()
     rig.say(a, hasher.stored(PROMPT))
