@@ -180,11 +180,10 @@ class MapWriter:
             self._load()
         try:
             with as_map_error("write", self.path), self.env.begin(write=True) as txn:
-                before = used_bytes(txn, self.tables)
                 group = Group(Changes(txn, self.tables, self._clock()))
                 yield group
                 group.changes.flush()
-                self._leave_room(before, used_bytes(txn, self.tables))
+                self._leave_room(used_bytes(txn, self.tables))
                 for record in group.touched:
                     txn.put(slot_key(record.slot), encode_record(record), db=self.tables.streams)
                 txn.put(META_HEARTBEAT, repr(self._clock()).encode(), db=self.tables.meta)
@@ -192,9 +191,12 @@ class MapWriter:
             self._load_later()
             raise
 
-    def _leave_room(self, before: int, after: int) -> None:
-        """Whatever is changed takes new pages first: in a map that is too full nothing can be evicted."""
-        if after > max(before, self._most_bytes):
+    def _leave_room(self, after: int) -> None:
+        """Whatever is changed takes new pages first: in a map that is too full nothing can be evicted.
+
+        A group that takes no more than is taken already may go in all the same.
+        """
+        if after > self._most_bytes and after > self.used_bytes():
             raise TooLargeError(
                 f"{after} bytes of entries would leave no room to work in the map in {self.path}; "
                 "give a larger --map-size"
