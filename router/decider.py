@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from router.chooser import Chooser, Subject
 from router.decision import Candidate, Decision, Ranked
-from router.errors import RefusedError
+from router.errors import RETRY_AFTER_S, RefusedError, SaturatedError
 from router.fleet import Fleet
 from router.load import Reservation
 from router.plan import Plan
@@ -18,7 +18,6 @@ from router.seats import Seats
 
 BYTES_PER_TOKEN = 4
 """The guess at a prompt's tokens where they are not known: what its body weighs as load."""
-RETRY_AFTER_S = 2
 
 
 class Decider:
@@ -116,12 +115,8 @@ class Decider:
         if self._max_inflight is not None:
             streams = [s for s in streams if self._chooser.load.of(s).requests < self._max_inflight]
         if not streams:
-            raise RefusedError(
-                503,
-                "ServiceUnavailableError",
-                f"every replica has {self._max_inflight} requests in flight; try again soon",
-                retry_after=RETRY_AFTER_S,
-                reason="saturated",
+            raise SaturatedError(
+                "saturated", f"every replica has {self._max_inflight} requests in flight; try again soon"
             )
         return fleet.admitted(streams)
 

@@ -81,3 +81,14 @@ class RefusedError(RouterError):
         self.param = param
         self.retry_after = retry_after
         self.reason = reason or message
+
+
+RETRY_AFTER_S = 2
+
+
+class SaturatedError(RefusedError):
+    """No replica has room. ``code`` is a bounded label for metrics: saturated, queue full, queue timeout."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER_S, reason=code)
+        self.code = code

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -42,6 +42,9 @@ class RouterMetrics:
         self.tokenizer_checks = self._counter(
             "tokenizer_checks", "Local tokenizers compared with an engine", "model", "outcome"
         )
+        self.saturated = self._counter("saturated", "Requests that no replica had room for", "reason")
+        self.queue_seconds = self._fast("queue_seconds", "Waiting for room at a replica")
+        self.queued = Gauge(PREFIX + "queued", "Requests that wait for room now", registry=self.registry)
         self.retries = self._counter(
             "retries", "Attempts that failed before a byte was answered", "replica", "reason"
         )

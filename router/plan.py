@@ -25,7 +25,7 @@ from router.marks import prompt_marks
 from router.metrics import RouterMetrics
 from router.policies import Policy
 from router.policies.keyed import Keyed
-from router.prompt import RequestBody, UnreadableBodyError, read_body
+from router.prompt import RequestBody, UnreadableBodyError, priority_of, read_body
 from router.replicas import Replica, StreamId
 from router.rules import Picked, Rules
 from router.tokens import Tokenizer, Tokens, tokens_in_request
@@ -56,6 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     as a stream. ``rank`` is the data-parallel rank that it asks for. ``picked`` is its policy, None for the
     router's own; ``key`` what that policy goes by. ``body_with_usage`` goes out in place of the body that was
     posted, to learn from the answer. ``asked`` is what the index was asked for, to tell it the truth later.
+    ``priority`` is the place in a queue that it asks for, lower is earlier.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     key: bytes | None = None
     body_with_usage: bytes | None = None
     asked: Asked | None = None
+    priority: int = 0
 
     @property
     def policy(self) -> Policy | None:
@@ -160,6 +162,7 @@ class Planner:
         plan = Plan(
             request_id=request_id,
             picked=picked,
+            priority=priority_of(headers, parsed.priority),
             model=parsed.model,
             body_bytes=len(body),
             fallback=unread,

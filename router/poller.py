@@ -17,7 +17,7 @@ from router.reported import Report, Reported, UnreadableReportError, read_report
 
 log = logging.getLogger(__name__)
 
-MOST_TIMEOUT_S = 2.0
+TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 4 << 20
 SILENT_PAUSE = 10
 """An engine without such metrics is asked again after so many intervals."""
@@ -45,7 +45,7 @@ class Poller:
         self._metrics = metrics
         self._interval_s = interval_s
         self._restarted = restarted
-        self._timeout = aiohttp.ClientTimeout(total=min(interval_s, MOST_TIMEOUT_S))
+        self._timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         self._throttled = Throttled(log)
 
     async def follow(self, replica: Replica) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ from router.headers import shown
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+PRIORITY = "X-Vllm-Priority"
+MOST_PRIORITY = 1 << 31
 
 _ABSENT = Raw(b"")
 _NULL = b"null"
@@ -48,6 +51,7 @@ class RequestBody(msgspec.Struct, frozen=True):
     use_beam_search: Any = None
     stream: Any = None
     stream_options: Raw = _ABSENT
+    priority: Any = None
 
     @property
     def reads_cache(self) -> bool:
@@ -140,3 +144,19 @@ def model_of(body: bytes, content_type: str) -> str | None:
             return _model_as_vllm_reads_it(body, error)
         except RefusedError:
             return None
+
+
+def priority_of(headers: Mapping[str, str], body: object) -> int:
+    """How early a request is wanted, lower is earlier: by its ``X-Vllm-Priority``, else by ``priority`` in
+    its ``body``, as vLLM reads them (0.32: ``entrypoints/generate/base/serving.py``); 0 for what is no
+    number.
+    """
+    for told in (headers.get(PRIORITY), body):
+        if isinstance(told, bool):
+            continue
+        try:
+            priority: int = int(told)  # type: ignore[call-overload]
+        except (TypeError, ValueError, OverflowError):
+            continue
+        return max(-MOST_PRIORITY, min(MOST_PRIORITY, priority))
+    return 0

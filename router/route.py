@@ -14,12 +14,14 @@ from opentelemetry.trace import Span
 
 from events.logs import Throttled
 from router.body import read_body
-from router.decider import RETRY_AFTER_S, Decider
+from router.decider import Decider
 from router.decision_log import DecisionLog
 from router.errors import (
+    RETRY_AFTER_S,
     ConnectTimeoutError,
     DisconnectedError,
     RefusedError,
+    SaturatedError,
     UnreachableError,
     UpstreamError,
     UpstreamTimeoutError,
@@ -31,13 +33,14 @@ from router.headers import RANK, REQUEST_ID, Via, request_id_of, to_replica
 from router.kept import KeptAnswer, keep
 from router.metrics import RouterMetrics
 from router.plan import Plan, Planner
-from router.prompt import CHAT_PATH, COMPLETIONS_PATH, model_of
+from router.prompt import CHAT_PATH, COMPLETIONS_PATH, model_of, priority_of
 from router.refusal import refusal
 from router.relay import ClientGoneError, RelayedAnswer, refused
 from router.replicas import Replica
 from router.tap import Recorder
 from router.tracing import Tracing, describe_decision, describe_request
 from router.upstream import Upstream, UpstreamAnswer
+from router.waitlist import Waitlist
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +78,7 @@ class Route:
         body_idle_s: float = 30.0,
         forwarded: bool = True,
         own_keys: bool = False,
+        waitlist: Waitlist | None = None,
         recorder: Recorder | None = None,
         feedback: Feedback | None = None,
     ) -> None:
@@ -90,6 +94,7 @@ class Route:
         self._body_idle_s = body_idle_s
         self._forwarded = forwarded
         self._own_keys = own_keys
+        self._waitlist = Waitlist(0, 0.0) if waitlist is None else waitlist
         self._recorder = recorder
         self._feedback = feedback
         self._throttled = Throttled(log)
@@ -125,7 +130,7 @@ class Route:
         body = await read_body(request, request.client_max_size, self._body_idle_s)
         with self._tracing.decide() as decide_span:
             plan = await self._plan(request, body, journey.request_id)
-            exchange = self._choose(plan, journey, decide_span)
+            exchange = await self._find_room(plan, journey, decide_span)
         while True:
             try:
                 return await self._attempt(request, body, exchange, journey)
@@ -135,7 +140,10 @@ class Route:
                 if len(journey.failed) >= self._attempts:
                     raise _out_of_attempts(journey.failed)
                 with self._tracing.decide() as decide_span:
-                    exchange = self._choose(plan, journey, decide_span)
+                    if journey.answer is None:
+                        exchange = await self._find_room(plan, journey, decide_span)
+                    else:
+                        exchange = self._choose(plan, journey, decide_span)
             except RefusedError:
                 if journey.answer is None:
                     raise
@@ -155,7 +163,18 @@ class Route:
             body_bytes=len(body),
             is_prompt=False,
             rank=pinned_rank(request.headers),
+            priority=priority_of(request.headers, None),
         )
+
+    async def _find_room(self, plan: Plan, journey: _Journey, span: Span) -> Exchange:
+        """The choice, when it is the request's turn."""
+        pin = plan.picked.pin if plan.picked else None
+        line = (plan.model if self._fleet.knows(plan.model) else None, plan.rank, pin)
+        try:
+            return await self._waitlist.take(line, plan.priority, lambda: self._choose(plan, journey, span))
+        except SaturatedError as error:
+            self._metrics.saturated.labels(error.code).inc()
+            raise
 
     def _choose(self, plan: Plan, journey: _Journey, span: Span) -> Exchange:
         """Decides and books. Nothing is awaited between the booking and the exchange that will release it."""

@@ -60,6 +60,7 @@ from router.tokens import Tokenizer
 from router.tracing import start_tracing
 from router.trust import Trust
 from router.upstream import AiohttpUpstream, Upstream, upstream_session
+from router.waitlist import Waitlist
 
 log = logging.getLogger(__name__)
 
@@ -188,6 +189,7 @@ async def router_app(
             forwarded=settings.forwarded,
             own_keys=bool(settings.api_key),
             recorder=recorder,
+            waitlist=_waitlist(router),
             feedback=feedback if lookup is not None else None,
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
@@ -338,6 +340,14 @@ def _add_admin(router: RouterApp, registrar: Registrar | None, planner: Planner,
     if router.admin_app is not router.app:
         admin.add_health(router.admin_app)
     admin.add_routes(router.admin_app)
+
+
+def _waitlist(router: RouterApp) -> Waitlist:
+    waitlist = Waitlist(router.settings.queue_limit, router.settings.queue_timeout_s)
+    waitlist.waited = router.metrics.queue_seconds.observe
+    router.load.released = waitlist.room
+    router.metrics.queued.set_function(lambda: len(waitlist))
+    return waitlist
 
 
 def _feedback(router: RouterApp, map_lookup: MapLookup | None, session: aiohttp.ClientSession) -> Feedback:

@@ -164,6 +164,17 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "are full. None: no limit.",
         ),
     ] = None
+    queue_limit: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Requests that may wait when all replicas have --max-inflight; those with a lower "
+            "priority (`priority` in the body, X-Vllm-Priority) go first. 0: 503 at once.",
+        ),
+    ] = 0
+    queue_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest wait for a replica with room, seconds; then 503.")
+    ] = 30.0
     attempts: Annotated[
         int, Meta(ge=1, description="Replicas tried for one request, as long as none has answered a byte.")
     ] = 3

@@ -70,6 +70,7 @@ async def test_an_engine_that_is_silent_about_its_load_costs_a_bounded_wait(
         return web.Response()
 
     monkeypatch.setattr(engine, "_metrics", silent)
+    monkeypatch.setattr("router.poller.TIMEOUT_S", 0.1)
     await engine.stop()
     await engine.start()
     router = await start_router(engine, poll_interval_s=0.05)
@@ -90,6 +91,7 @@ async def test_our_own_requests_are_not_others_at_a_real_scheduler(start_router:
     async with Engine(settings) as engine:
         router = await start_router(f"e0={engine.url}", poll_interval_s=0.02)
         load, stream = router.parts.load, ("e0", 0)
+        await kit.wait_until(lambda: load.reported(stream) is not None, "it is polled")
         tasks = [asyncio.create_task(router.complete([n] * 30, max_tokens=8)) for n in range(6)]
         most = 0
         while not all(task.done() for task in tasks):
