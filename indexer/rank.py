@@ -150,7 +150,8 @@ class Rank:
 
         One of which no block is held was only told, and gives way at once.
         """
-        if event.group_kind not in PREFIX_KINDS or not event.tokens:
+        beside = record.main_group not in (None, event.group)
+        if event.group_kind not in PREFIX_KINDS or not event.tokens or beside:
             return record
         if record.block_size in (None, event.block_size):
             self._strays = 0

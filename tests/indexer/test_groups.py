@@ -216,6 +216,13 @@ def test_ev21_a_group_that_cannot_be_judged_is_told_of(rig: Any, engine: Any, fi
     assert gpu(rig) == 28
 
 
+def test_another_block_size_in_another_group_is_not_taken_for_the_streams(rig: Any, engine: Any) -> None:
+    a, hasher = rig.follow("A"), engine()
+    other = msgspec.structs.replace(hasher.stored(PROMPT), group=3, group_kind="full_attention", block_size=8)
+    rig.say(a, hasher.stored(PROMPT, **FULL), *[other] * 20)
+    assert (gpu(rig), rig.record(a).block_size) == (28, 4)
+
+
 def test_a_hit_that_windows_shorten_is_explained(rig: Any, engine: Any) -> None:
     a, hasher = rig.follow("A"), engine()
     rig.say(a, hasher.stored(PROMPT, **FULL), hasher.stored(PROMPT, 0, 5, **WINDOW))
