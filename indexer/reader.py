@@ -362,16 +362,17 @@ class MapReader:
     def _matched(self, record: StreamRecord, held: list[dict[int, int]], age: float) -> Matched:
         state, weight = self._judge(record, age)
         size = record.block_size or 0
-        gpu, cpu, disk = (level.get(record.slot, 0) * size for level in held)
+        gpu, cpu, disk = held
+        slot = record.slot
         return Matched(
             record.registration.instance,
             record.id[1],
             size,
             state,
             weight,
-            gpu,
-            cpu,
-            disk,
+            gpu.get(slot, 0) * size,
+            cpu.get(slot, 0) * size,
+            disk.get(slot, 0) * size,
             record.generation,
             record.sequence,
         )

@@ -147,8 +147,9 @@ def _credit(matched: Matched | None, prompt_tokens: int | None) -> tuple[int | N
     """The match as it is told, and what it is worth: by tier and by trust. Tokens."""
     if matched is None or not prompt_tokens:
         return None, 0
-    gpu, cpu, disk = (
-        usable_tokens(matched, prompt_tokens, n) for n in (matched.gpu, matched.cpu, matched.disk)
-    )
+    gpu = usable_tokens(matched, prompt_tokens, matched.gpu)
+    if matched.gpu == matched.cpu == matched.disk:
+        return gpu, int(matched.weight * gpu)
+    cpu, disk = (usable_tokens(matched, prompt_tokens, held) for held in (matched.cpu, matched.disk))
     credited = matched.weight * (gpu + CPU_CREDIT * max(0, cpu - gpu) + DISK_CREDIT * max(0, disk - cpu))
     return max(gpu, cpu, disk), int(credited)

@@ -106,7 +106,7 @@ class Decider:
             replicas = fleet.usable()
         streams = [s for replica in replicas if replica.name not in failed for s in replica.streams()]
         # A rank that nobody has is for the engine to refuse, as it does without us.
-        if plan.rank in fleet.ranks(plan.model):
+        if plan.rank is not None and plan.rank in fleet.ranks(plan.model):
             streams = [s for s in streams if s[1] == plan.rank]
         if plan.picked is not None and plan.picked.pin is not None:
             streams = [s for s in streams if plan.picked.pin in (s, s[0])]

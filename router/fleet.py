@@ -251,7 +251,7 @@ class Fleet:
 
     def knows(self, model: str | None) -> bool:
         """Whether some replica serves ``model`` or might, healthy or not."""
-        return bool(self._may_serve(model))
+        return any(r.models is None or r.resolve(model) is not None for r in self.replicas.values())
 
     def ranks(self, model: str | None) -> set[int]:
         """The data-parallel ranks of all replicas that serve ``model`` or might, healthy or not."""

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from cachetools import LRUCache
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128
 
 from events.schema import token_bytes
 from indexer.keys import block_keys, extra_bytes, local_hashes, root_key
@@ -103,11 +103,11 @@ class PromptKeys:
 
 def _digests(tokens: array[int], lora_name: str | None, cache_salt: str | None) -> list[bytes]:
     """One for each whole segment, of all up to its end."""
-    digest = xxh3_128_digest(extra_bytes([lora_name or "", cache_salt or ""]))
-    data = token_bytes(tokens)
+    running = xxh3_128(extra_bytes([lora_name or "", cache_salt or ""]))
+    data = memoryview(token_bytes(tokens))
     width = 4 * SEGMENT_TOKENS
     digests = []
     for end in range(width, len(data) + 1, width):
-        digest = xxh3_128_digest(digest + data[end - width : end])
-        digests.append(digest)
+        running.update(data[end - width : end])
+        digests.append(running.digest())
     return digests

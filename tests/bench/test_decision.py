@@ -35,6 +35,7 @@ from router.prompt import RequestBody
 from router.replicas import Replica, parse_replica
 from router.settings import RouterSettings
 from router.tokens import Tokens
+from router.trust import Trust
 from tests.bench.load import MODEL
 
 REPLICAS = 32
@@ -91,7 +92,7 @@ def make(writer: MapWriter, session: aiohttp.ClientSession, keys: KeyCache | Non
     lookup = MapLookup(Path("/nowhere"), timeout_s=5, keys=keys)
     lookup._reader = MapReader(writer.env, writer.tables)
     rules, known = RouterSettings().rules(), Known()
-    planner = Planner(fleet, known, lookup, rules, RouterMetrics())  # type: ignore[arg-type]
+    planner = Planner(fleet, known, lookup, rules, RouterMetrics(), Trust(), asks_usage=True)  # type: ignore[arg-type]
     chooser = Chooser(Load(), random.Random(1), time.monotonic, mark_tokens=MARK_TOKENS)
     decider = Decider(fleet, chooser, rules.default, POLICIES["least-loaded"])
     return planner, decider, known

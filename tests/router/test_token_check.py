@@ -223,3 +223,17 @@ async def test_px13_health_and_other_requests_are_answered_while_every_tokenizin
     assert not any(task.done() for task in sent)
     hold.set()
     assert {(await task).status for task in sent} == {200}
+
+
+@pytest.mark.parametrize(
+    "prompt", ["text", ["a", "b"], [1, 2], [[1, 2], [3]], "", [], [[]], None, {"a": 1}, [1, "a"], ["a", 1], 5]
+)
+async def test_ix11_no_form_of_a_prompt_is_an_error_of_ours(
+    prompt: Any, kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    engine = await start_engine(tokenize=Tokenize(folders["one"]))
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folders['one']}",))
+    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    assert (await router.complete(prompt)).status == 200
+    assert (await router.complete(prompt_embeds="AAAA")).status == 200

@@ -256,3 +256,18 @@ async def test_px13_one_deadline_holds_for_all_engines_that_are_asked(start_engi
         assert (await tokenizer.tokens(body(prompt="x"), replicas)).why_not is fallback.TOKENIZE_TIMEOUT
         assert time.monotonic() - begun < 1
     assert sum(engine.tokenized for engine in engines) in (3, 4)
+
+
+def test_ix09_reasoning_content_is_asked_about_as_chat_takes_it() -> None:
+    messages = [
+        {"role": "assistant", "content": "x", "reasoning_content": "old"},
+        {"role": "assistant", "content": "x", "reasoning_content": "old", "reasoning": "new"},
+        {"role": "user", "content": 'about "reasoning_content"', "reasoning_content": None},
+    ]
+    asked = tokenize_request(body(messages=messages))
+    assert asked is not None
+    assert json.loads(asked[0])["messages"] == [
+        {"role": "assistant", "content": "x", "reasoning": "old"},
+        {"role": "assistant", "content": "x", "reasoning": "new"},
+        {"role": "user", "content": 'about "reasoning_content"'},
+    ]
