@@ -557,7 +557,7 @@ def demo(as_json: bool, seed: int) -> None:
 @click.option(
     "--policy",
     "policies",
-    default="cache-aware,lowest-ttft,least-loaded,round-robin",
+    default="cache-aware,lowest-ttft,session,prefix-hash,least-loaded,round-robin",
     show_default=True,
     help="Policies, separated by commas; `pooled` is the limit: one cache as large as all, and no load.",
 )

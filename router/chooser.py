@@ -67,15 +67,17 @@ class Chooser:
         """The streams, of which there is one at least, ranked by the policy; the first is booked."""
         now = self._clock()
         hinted = self.hints.soon(subject.marks, now)
-        candidates = [self._candidate(stream, subject, hinted.get(stream, 0)) for stream in streams]
-        busy = sum(candidate.prefill_tokens > 0 for candidate in candidates)
-        self.crowding.found(busy, len(candidates))
+        waiting = {stream: self._waiting_tokens(stream) for stream in streams}
+        self.crowding.found((stream, tokens > 0) for stream, tokens in waiting.items())
+        candidates = [
+            self._candidate(stream, subject, hinted.get(stream, 0), tokens)
+            for stream, tokens in waiting.items()
+        ]
         held = max(candidate.reused_tokens for candidate in candidates)
         self.displacement.asked(subject.marks, held // self._mark_tokens)
         ask = Ask(
             subject.prompt_tokens,
             subject.turn,
-            self.crowding.behind,
             self.displacement.worth,
             subject.key,
             subject.seat,
@@ -88,15 +90,23 @@ class Chooser:
         """The stream's engine is gone, or is another process now: its cache is empty, its speed unknown."""
         self.load.latency.forget(stream)
         self.hints.forget(stream)
+        self.crowding.forget(stream)
         self.displacement.forget(stream)
 
     def gone(self, replica: str) -> None:
         """The replica is none of ours any more."""
         for stream in self.load.sent_to(replica):
             self.forget(stream)
+            self.displacement.remove(stream)
         self.load.forget(replica)
 
-    def _candidate(self, stream: StreamId, subject: Subject, hinted_marks: int) -> Candidate:
+    def _waiting_tokens(self, stream: StreamId) -> int:
+        """Prompt tokens still to be computed there."""
+        return max(0, self.load.of(stream).prefill_tokens - self.load.computed_tokens(stream))
+
+    def _candidate(
+        self, stream: StreamId, subject: Subject, hinted_marks: int, waiting_tokens: int
+    ) -> Candidate:
         load, speed, reported = self.load.of(stream), self.load.latency.of(stream), self.load.reported(stream)
         self.displacement.capacity(stream, reported.capacity_tokens if reported else None)
         matched, prompt_tokens = (subject.matches or {}).get(stream), subject.prompt_tokens
@@ -114,10 +124,11 @@ class Chooser:
             state=matched.state if matched else None,
             weight=matched.weight if matched else None,
             requests=load.requests,
-            prefill_tokens=max(0, load.prefill_tokens - self.load.computed_tokens(stream)),
+            prefill_tokens=waiting_tokens,
             decoding=load.decoding,
             overhead_s=speed.overhead_s,
             s_per_token=speed.s_per_token,
+            behind=self.crowding.behind(stream),
             room_tokens=self.displacement.room_tokens(stream),
         )
 

@@ -1,30 +1,71 @@
-"""How busy the streams are, as requests find them, and what that makes a computed token cost."""
+"""How busy each stream is, as requests find it, and what that makes a computed token cost."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-SHARE = 0.02
-"""What one request counts for: the average is over about the last fifty."""
-MOST = 0.92
-"""Beyond this the average says "saturated", and how much beyond is chance."""
+from router.replicas import StreamId
+
+SHARE = 0.002
+"""What one request counts for in an average: it is over about the last 500, so that what chance makes of a
+minute does not move it.
+"""
+FIRST_SHARE = 0.05
+"""What the first ones count for."""
+OWN = 0.7
+"""How much of a stream's utilisation is its own average; the rest is the mean of all. Its own says where load
+stays, but it is made of few observations; the mean steadies it.
+"""
+MOST = 0.8
+"""Beyond this an average says "nearly saturated". How much beyond is chance, and each request would have to
+wait ever longer for the sake of others: the mean wait would hardly be shorter, the longest ones would be
+longer.
+"""
 
 
-class Crowding(msgspec.Struct):
-    """The average share of streams that requests find with prefill in front of them: the utilisation, 0 to 1.
+class Crowding:
+    """The share of requests that find a stream with prefill in front of them: its utilisation, 0 to 1.
 
-    Work that is given to a busy stream is waited for by this request, and by those that come while the stream
-    stays busy. In a queue with utilisation u each unit of work is so waited for 1 / (1 - u) times in all.
+    Work that is given to a stream is waited for by its own request, and by those that come while the stream
+    stays busy with it. In a queue with utilisation u each unit of work is so waited for 1 / (1 - u) times.
     """
 
-    utilisation: float = 0.0
+    def __init__(self) -> None:
+        self._busy: dict[StreamId, _Average] = {}
+        self._mean = 0.0
 
-    def found(self, busy: int, streams: int) -> None:
-        """A request came and found ``busy`` of ``streams`` with work in front of it."""
-        self.utilisation += SHARE * (busy / streams - self.utilisation)
+    def found(self, streams: Iterable[tuple[StreamId, bool]]) -> None:
+        """A request came, and found each of the streams busy or not."""
+        shares = []
+        for stream, busy in streams:
+            average = self._busy.get(stream)
+            if average is None:
+                average = self._busy[stream] = _Average(self._mean)
+            average.add(float(busy))
+            shares.append(average.value)
+        self._mean = sum(shares) / len(shares)
 
-    @property
-    def behind(self) -> float:
-        """How many requests behind this one wait for each unit of work that it brings, on average."""
-        utilisation = min(MOST, self.utilisation)
+    def behind(self, stream: StreamId) -> float:
+        """How many requests behind this one wait for each unit of work that it brings there, on average.
+
+        Beside ``found``: the mean is of the streams that were given last.
+        """
+        average = self._busy.get(stream)
+        own = self._mean if average is None else average.value
+        utilisation = min(MOST, OWN * own + (1 - OWN) * self._mean)
         return utilisation / (1.0 - utilisation)
+
+    def forget(self, stream: StreamId) -> None:
+        """The stream begins anew, or is gone."""
+        self._busy.pop(stream, None)
+
+
+class _Average(msgspec.Struct):
+    value: float
+    count: int = 0
+
+    def add(self, seen: float) -> None:
+        self.count += 1
+        self.value += max(SHARE, 1 / (self.count + 1 / FIRST_SHARE)) * (seen - self.value)

@@ -21,8 +21,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     the index did not say. ``credited_tokens`` is that weighed by tier and by ``weight``, the trust in the
     stream's ``state``. ``hinted_tokens`` it will hold soon, as a prompt that begins alike is on its way
     there. ``requests``, ``prefill_tokens`` (still to be computed) and ``decoding`` are its load;
-    ``overhead_s`` and ``s_per_token`` its speed; ``room_tokens`` fit in its cache before it pushes something
-    out, None where nobody knows.
+    ``overhead_s`` and ``s_per_token`` its speed; ``behind`` is how many requests behind this one would wait
+    for the work that it brings, by the stream's utilisation; ``room_tokens`` fit in its cache before it
+    pushes something out, None where nobody knows.
     """
 
     replica: str
@@ -38,6 +39,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     decoding: int = 0
     overhead_s: float = COLD_OVERHEAD_S
     s_per_token: float = COLD_S_PER_TOKEN
+    behind: float = 0.0
     room_tokens: int | None = None
 
     @property
@@ -58,14 +60,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Ask(msgspec.Struct, frozen=True):
     """What a policy is told of the request and of the time it comes at.
 
-    Its prompt's tokens, if known, and its number among those of its model; how many requests behind it wait
-    for each unit of work that it brings; how much of what its tokens displace is wanted back, 0 to 1; its
-    routing ``key``, and the ``seat`` that the key has.
+    Its prompt's tokens, if known, and its number among those of its model; how much of what its tokens
+    displace is wanted back, 0 to 1; its routing ``key``, and the ``seat`` that the key has.
     """
 
     prompt_tokens: int | None
     turn: int = 0
-    behind: float = 0.0
     worth: float = 0.0
     key: bytes | None = None
     seat: StreamId | None = None

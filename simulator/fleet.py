@@ -19,6 +19,7 @@ from router.load import Load, Reservation
 from router.policies import Policy
 from router.replicas import StreamId
 from router.reported import Reported
+from router.seats import Seats
 from simulator.errors import SettingsError
 from simulator.replica import Cache, CacheChange, Job, Replica
 from simulator.trace import BLOCK_TOKENS, Traced
@@ -107,6 +108,27 @@ class Index:
         return self._holders.get(block, 0)
 
 
+class Sessions:
+    """Which conversation a request belongs to, as traces do not say it: to that of an earlier request all of
+    whose full blocks it begins with.
+    """
+
+    def __init__(self) -> None:
+        self._by_last_block: dict[int, int] = {}
+        self._names = itertools.count()
+
+    def of(self, request: Traced) -> int:
+        """The number of the request's session."""
+        blocks = request.full_blocks
+        known = (self._by_last_block[block] for block in reversed(blocks) if block in self._by_last_block)
+        session = next(known, None)
+        if session is None:
+            session = next(self._names)
+        if blocks:
+            self._by_last_block[blocks[-1]] = session
+        return session
+
+
 class FleetRun:
     """One run of a trace under one policy."""
 
@@ -126,6 +148,8 @@ class FleetRun:
         self._flights: dict[Job, tuple[Reservation, float]] = {}
         self._served: list[Served] = []
         self._turns = itertools.count()
+        self._seats = Seats(clock=self._clock)
+        self._sessions = Sessions()
         for number in range(shape.replicas):
             self._add_replica(shape.prefill_rate / (shape.slower if number == 0 else 1.0))
 
@@ -177,18 +201,30 @@ class FleetRun:
         request, replicas = job.request, self._replicas
         streams = [(replica.name, 0) for replica in replicas if replica.up]
         matches = self._matches(request, streams) if self._policy.uses_matches else None
+        key = self._key(request)
         subject = Subject(
             prompt_tokens=request.prompt_tokens if self._policy.uses_tokens else None,
             guessed_tokens=request.prompt_tokens,
             matches=matches,
             marks=request.full_blocks,
             turn=next(self._turns),
+            key=key,
+            seat=self._seats.of(key) if key is not None else None,
         )
         choice = chooser.choose(self._policy, subject, streams)
-        replica = replicas[self._numbers[choice.ranked[0].candidate.stream]]
+        chosen = choice.reservation.stream
+        if key is not None:
+            self._seats.take(key, chosen)
+        replica = replicas[self._numbers[chosen]]
         self._flights[job] = (choice.reservation, self._now)
         replica.waiting.append(job)
         self._begin(replica)
+
+    def _key(self, request: Traced) -> bytes | None:
+        """What a client would send: its session's name, or a prefix of 1,024 tokens."""
+        if self._policy.keeps_seats:
+            return str(self._sessions.of(request)).encode()
+        return str(request.blocks[:2]).encode() if self._policy.key is not None else None
 
     def _matches(self, request: Traced, streams: Iterable[StreamId]) -> dict[StreamId, Matched]:
         held = self._index.match(request.full_blocks, len(self._replicas))

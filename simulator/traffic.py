@@ -12,7 +12,7 @@ from itertools import accumulate
 from simulator.errors import TraceError
 from simulator.trace import BLOCK_TOKENS, Traced
 
-DURATION_S = 1800.0
+DURATION_S = 1200.0
 
 
 class _Text:
@@ -84,14 +84,14 @@ def agents(seed: int) -> list[Traced]:
     text = _Text(seed)
     tools = text.blocks(8192)
     made = []
-    for starts in text.arrivals(0.11):
+    for starts in text.arrivals(0.3):
         history, at_s = tools + text.blocks(text.tokens(10_000)), starts
-        for _ in range(text.chance.randrange(10, 60)):
+        for _ in range(text.chance.randrange(10, 40)):
             answer = text.tokens(300)
-            request = text.request(at_s, history, text.tokens(3500), answer)
+            request = text.request(at_s, history, text.tokens(2500), answer)
             made.append(request)
             history = [*request.full_blocks, *text.blocks(answer)]
-            at_s += 4 + text.chance.expovariate(1 / 15)
+            at_s += 3 + text.chance.expovariate(1 / 6)
     return _by_time(made)
 
 

@@ -54,10 +54,10 @@ class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         terms = {name: load_weight * value for name, value in least_loaded.load_terms(candidate).items()}
         terms["uncached"] = cache_weight * uncached_s
         if self.foresight:
-            terms["behind"] = cache_weight * ask.behind * uncached_s
+            terms["behind"] = cache_weight * candidate.behind * uncached_s
             terms["displaced"] = (
                 cache_weight
-                * (1 + ask.behind)
+                * (1 + candidate.behind)
                 * candidate.s_per_token
                 * _displaced(ask, candidate, new_tokens)
             )

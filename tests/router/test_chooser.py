@@ -228,8 +228,8 @@ def test_rq19_the_default_shows_affinity_on_two_idle_replicas_from_the_first_blo
 def test_the_busier_the_fleet_the_more_the_copy_that_exists_is_worth() -> None:
     def waits_for_its_copy(busy: int) -> bool:
         chooser = chooser_of()
-        for _ in range(1000):
-            chooser.crowding.found(busy, 4)
+        for number in range(1000):
+            chooser.crowding.found((stream, number % 4 < busy) for stream in FLEET)
         chooser.load.reserve(A, 6000)
         matches = {**nothing(FLEET), A: matched(A, 4096)}
         prompt = Subject(prompt_tokens=4200, matches=matches)
