@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import tomllib
@@ -11,11 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from yarl import URL
 
 from events.logs import Throttled
 from router.errors import SettingsError
-from router.replicas import ReplicaSpec, parse_replica, parse_replicas
+from router.replicas import ReplicaSpec, parse_replica, parse_replicas, placed_at
 from router.watched import WatchedFile
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,15 @@ class Source(Protocol):
     """A place that says which replicas there are."""
 
     name: str
+    changed: Callable[[], None]
+    """Called when it is worth looking before the next turn."""
 
     async def read(self) -> tuple[ReplicaSpec, ...]:
         """The replicas now. Raises SettingsError for what makes no sense, OSError for what cannot be had."""
+        ...
+
+    async def close(self) -> None:
+        """Ends what it does by itself."""
         ...
 
 
@@ -42,6 +48,7 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self.name = f"--replicas-file {path}"
         self._path = path
+        self.changed: Callable[[], None] = lambda: None
         self._watched = WatchedFile(path)
         self._last: tuple[ReplicaSpec, ...] | None = None
 
@@ -57,6 +64,9 @@ class FileSource:
         except ValueError as error:
             raise SettingsError(str(error)) from error
         return self._last
+
+    async def close(self) -> None:
+        """It does nothing by itself."""
 
     def _lines(self, text: str) -> list[str]:
         if self._path.suffix != ".toml":
@@ -81,25 +91,15 @@ class DNSSource:
         self._spec = parse_replica(line)
         self._resolve = resolve
         self.name = f"--dns {self._spec.name}"
+        self.changed: Callable[[], None] = lambda: None
 
     async def read(self) -> tuple[ReplicaSpec, ...]:
         addresses = await self._resolve(self._spec.host)
-        return tuple(self._at(address) for address in sorted(set(addresses)))
+        found = sorted(set(addresses))
+        return tuple(placed_at(self._spec, address, f"{self._spec.name}-{address}") for address in found)
 
-    def _at(self, address: str) -> ReplicaSpec:
-        spec = self._spec
-        named = f"[{address}]" if ":" in address else address
-
-        def placed(endpoint: str | None) -> str | None:
-            return endpoint and endpoint.replace(f"://{spec.host}:", f"://{named}:")
-
-        return msgspec.structs.replace(
-            spec,
-            name=f"{spec.name}-{address}",
-            url=str(URL(spec.url).with_host(address)).rstrip("/"),
-            events=placed(spec.events),
-            replay=placed(spec.replay),
-        )
+    async def close(self) -> None:
+        """It does nothing by itself."""
 
 
 async def addresses_of(host: str) -> list[str]:
@@ -128,11 +128,17 @@ class Discovery:
         self._known = list(known)
         self._throttled = Throttled(log)
         self._task: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
         self.errors: dict[str, str] = {}
 
     async def follow(self, static: Sequence[ReplicaSpec], sources: Iterable[Source]) -> None:
         """Goes by these replicas and sources from now on; returns when each source was read once."""
-        self._static, self._sources = tuple(static), tuple(sources)
+        before, self._sources = self._sources, tuple(sources)
+        self._static = tuple(static)
+        for source in self._sources:
+            source.changed = self._woken.set
+        for source in before:
+            await source.close()
         names = {source.name for source in self._sources}
         self._found = {name: specs for name, specs in self._found.items() if name in names}
         self.errors = {}
@@ -144,10 +150,15 @@ class Discovery:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        for source in self._sources:
+            await source.close()
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._woken.wait()
+            self._woken.clear()
             try:
                 await self.look()
                 self.errors.pop("discovery", None)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from router.discovery import Discovery, DNSSource, FileSource, Source, addresses_of
 from router.errors import SettingsError
+from router.kubernetes import KubernetesSource
 from router.replicas import parse_replicas
 from router.settings import RouterSettings
 from router.watched import WatchedFile
 
 log = logging.getLogger(__name__)
 
-LIVE = ("replica", "replicas_file", "dns")
+LIVE = ("replica", "replicas_file", "dns", "kubernetes", "kubernetes_selector", "kubernetes_namespace")
 """The settings that are taken over at once; the others need a restart."""
 
 Reread = Callable[[], RouterSettings]
@@ -27,6 +28,9 @@ def sources_of(settings: RouterSettings) -> list[Source]:
     sources: list[Source] = [DNSSource(line, addresses_of) for line in settings.dns]
     if settings.replicas_file is not None:
         sources.append(FileSource(Path(settings.replicas_file)))
+    if settings.kubernetes is not None:
+        selector, namespace = settings.kubernetes_selector, settings.kubernetes_namespace
+        sources.append(KubernetesSource(settings.kubernetes, selector or "", namespace))
     return sources
 
 
@@ -82,9 +86,10 @@ class Reload:
         try:
             new = self._reread()
             new.check()
-            if not (new.replica or sources_of(new)):
+            sources = sources_of(new)
+            if not (new.replica or sources):
                 raise SettingsError("they name no replica")
-            await self._discovery.follow(parse_replicas(new.replica), sources_of(new))
+            await self._discovery.follow(parse_replicas(new.replica), sources)
         except Exception as error:
             # Whatever is wrong with the new settings, the old ones are good.
             self.bad += 1

@@ -80,6 +80,22 @@ def parse_replica(line: str) -> ReplicaSpec:
     )
 
 
+def placed_at(spec: ReplicaSpec, address: str, name: str) -> ReplicaSpec:
+    """The replica of ``spec`` at an address: in its URL, and where its events had the URL's host."""
+    named = f"[{address}]" if ":" in address else address
+
+    def placed(endpoint: str | None) -> str | None:
+        return endpoint and endpoint.replace(f"://{spec.host}:", f"://{named}:")
+
+    return msgspec.structs.replace(
+        spec,
+        name=name,
+        url=str(URL(spec.url).with_host(address)).rstrip("/"),
+        events=placed(spec.events),
+        replay=placed(spec.replay),
+    )
+
+
 def parse_replicas(lines: Iterable[str]) -> list[ReplicaSpec]:
     """All replicas of the settings. Raises SettingsError, also for a name that is given twice and for ranks
     without ports.

@@ -135,7 +135,7 @@ async def router_app(
     specs, rules = parse_replicas(settings.replica), settings.rules()
     pass_header_bytes()
     tls = client_context(settings.upstream_ca, settings.upstream_cert, settings.upstream_key)
-    if not specs and not sources_of(settings):
+    if not (specs or settings.dns or settings.replicas_file or settings.kubernetes):
         log.warning(
             "no replica is configured: every request will be answered with 503; give --replica NAME=URL"
         )

@@ -133,6 +133,19 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "may be repeated. Each is called NAME-ADDRESS."
         ),
     ] = ()
+    kubernetes: Annotated[
+        str | None,
+        Meta(
+            description="As --replica, for every running pod of --kubernetes-selector, whose address takes "
+            "the place of the URL's host. Each is called NAME-POD. Needs the extra `kubernetes`."
+        ),
+    ] = None
+    kubernetes_selector: Annotated[
+        str | None, Meta(description="Labels of the pods, such as app=vllm,tier=gpu.")
+    ] = None
+    kubernetes_namespace: Annotated[
+        str | None, Meta(description="Namespace of the pods; None: the router's own.")
+    ] = None
     discovery_interval_s: Annotated[
         float, Meta(gt=0, description="Between two looks at files and DNS names, seconds.")
     ] = 2.0
@@ -311,6 +324,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self.rules()
         parse_replicas(self.replica)
         parse_replicas(self.dns)
+        if self.kubernetes is not None:
+            parse_replicas([self.kubernetes])
+        if (self.kubernetes is None) != (self.kubernetes_selector is None):
+            raise SettingsError("--kubernetes and --kubernetes-selector: give both or neither")
         parse_tokenizers(self.tokenizer)
         parse_keys(self.api_key)
         if self.admin_address() is None and self.workers > 1:

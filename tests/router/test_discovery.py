@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 
 from router.discovery import Discovery, DNSSource, FileSource, addresses_of
 from router.errors import SettingsError
+from router.kubernetes import KubernetesSource
 from router.replicas import ReplicaSpec, parse_replica
 from router.watched import WatchedFile
 
@@ -117,11 +118,34 @@ class FakeSource:
         self.name = name
         self.lines = lines
         self.error: Exception | None = None
+        self.changed: Callable[[], None] = lambda: None
+        self.closed = False
 
     async def read(self) -> tuple[ReplicaSpec, ...]:
         if self.error is not None:
             raise self.error
         return tuple(parse_replica(line) for line in self.lines)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def test_a_source_that_says_so_is_looked_at_before_its_turn(until: Any) -> None:
+    rig = Rig()
+    source = FakeSource("s", "a=http://h:1")
+    await rig.discovery.follow([], [source])
+    source.lines = ("b=http://h:1",)
+    source.changed()
+    await until(lambda: rig.updates[-1] == ["b"], "the change is seen")
+    await rig.discovery.follow([], [FakeSource("t", "c=http://h:1")])
+    assert (rig.updates[-1], source.closed) == (["c"], True)
+    await rig.discovery.close()
+
+
+def test_kubernetes_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(SettingsError, match=r"install warmroute\[kubernetes\]"):
+        KubernetesSource("v=http://pod:8000", "app=vllm", "gpu")
 
 
 async def test_the_fleet_is_told_only_of_what_is_new() -> None:
