@@ -229,8 +229,7 @@ class StreamBlocks:
         """Holds a chain of which no name is known yet: as :meth:`_hold` does block by block, in one go."""
         changes, record = self._changes, self._record
         changes.append(names, blocks, parents, ONE_COPY[tier])
-        hold, bit = changes.hold, self._bit
-        for block in [block for block in blocks if hold(block, tier, bit)]:
+        for block in changes.hold_all(blocks, tier, self._bit):
             record.shared += changes.share(self._slot + block, tier, 1)
         self._stored += blocks
         record.blocks += len(names)

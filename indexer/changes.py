@@ -124,6 +124,19 @@ class Changes:
         self._holders[key] = self._changed_holders[key] = held
         return False
 
+    def hold_all(self, keys: list[bytes], tier: int, slots: int) -> list[bytes]:
+        """As :meth:`hold`, of many blocks; gives those that the ``slots`` held already."""
+        if tier != GPU:
+            return [key for key in keys if self.hold(key, tier, slots)]
+        staged, changed, before = self._holders, self._changed_holders, []
+        for key in keys:
+            gpu, cpu, disk = staged.get(key) or self.holders(key)
+            if gpu & slots == slots:
+                before.append(key)
+            else:
+                staged[key] = changed[key] = (gpu | slots, cpu, disk)
+        return before
+
     def unhold(self, key: bytes, tier: int, slots: int) -> None:
         """Stages that the ``slots`` (a bitmap) no longer hold a block in ``tier``."""
         holders = list(self._holders.get(key) or self.holders(key))
@@ -239,18 +252,12 @@ class Changes:
 
     def flush(self) -> None:
         """Writes everything. Raises lmdb.MapFullError."""
-        rows = {key: _encode_name(name) for key, name in self._changed_names.items()}
-        self._write(self._tables.names, list(rows.items()), bytes)
-        holders = [(key, None if held == NOBODY else held) for key, held in self._changed_holders.items()]
-        self._write(self._tables.blocks, holders, encode_holders)
-        shared = [(key, self._shared[key]) for key in self._changed_shared]
-        self._write(
-            self._tables.shared,
-            [(key, None if counts == NO_COPIES else counts) for key, counts in shared],
-            lambda counts: encode_shared(*counts),
-        )
-        waiting = [(key, self._waiting[key]) for key in self._changed_waiting]
-        self._write(self._tables.waiting, waiting, encode_waiting)
+        self._write(self._tables.names, self._changed_names, _encode_name)
+        self._write(self._tables.blocks, self._changed_holders, _encode_holders)
+        shared = {key: self._shared[key] for key in self._changed_shared}
+        self._write(self._tables.shared, shared, _encode_counts)
+        waiting = {key: self._waiting[key] for key in self._changed_waiting}
+        self._write(self._tables.waiting, waiting, _encode_waiting)
         self._write_ages()
 
     def _write_ages(self) -> None:
@@ -265,20 +272,31 @@ class Changes:
             self.put_meta(META_AGE, str(self._age).encode())
 
     def _write(
-        self,
-        table: lmdb._Database,
-        staged: list[tuple[bytes, Value | None]],
-        encode: Callable[[Value], bytes],
+        self, table: lmdb._Database, staged: dict[bytes, Value], encode: Callable[[Value], bytes | None]
     ) -> None:
-        staged.sort(key=itemgetter(0))
-        for key, value in staged:
-            if value is None:
-                self._txn.delete(key, db=table)
-        puts = [(key, encode(value)) for key, value in staged if value is not None]
+        """Writes rows in key order; a value of which nothing is left is deleted."""
+        rows = [(key, encode(value)) for key, value in staged.items()]
+        rows.sort(key=itemgetter(0))
+        gone = [key for key, value in rows if value is None]
+        for key in gone:
+            self._txn.delete(key, db=table)
+        puts = [row for row in rows if row[1] is not None] if gone else rows
         if puts:
             with self._txn.cursor(table) as cursor:
-                cursor.putmulti(puts)
+                cursor.putmulti(cast(Pairs, puts))
 
 
 def _encode_name(name: Name | bytes | None) -> bytes | None:
     return name.encode() if isinstance(name, Name) else name
+
+
+def _encode_holders(holders: Holders) -> bytes | None:
+    return None if holders == NOBODY else encode_holders(holders)
+
+
+def _encode_counts(counts: Copies) -> bytes | None:
+    return None if counts == NO_COPIES else encode_shared(*counts)
+
+
+def _encode_waiting(waiting: Waiting | None) -> bytes | None:
+    return None if waiting is None else encode_waiting(waiting)

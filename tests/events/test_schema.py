@@ -22,6 +22,7 @@ from events.schema import (
     Event,
     PayloadError,
     canonical_hash,
+    canonical_hashes,
     decode,
     display_hash,
     token_array,
@@ -522,3 +523,22 @@ def survives(payload: bytes) -> None:
     raw = msgspec.msgpack.decode(payload)
     said = raw["events"] if isinstance(raw, dict) else raw[1]
     assert len(batch.events) + len(batch.rejected) == len(said)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        [0, 1, (1 << 64) - 1],
+        [1, -1, -(1 << 63)],
+        [b"12345678", 7, b"x" * 32],
+        [1 << 64],
+    ],
+)
+def test_many_hashes_get_the_form_that_each_of_them_has(values: list[int | bytes]) -> None:
+    assert canonical_hashes(values) == [canonical_hash(value) for value in values]
+
+
+def test_one_hash_that_is_none_spoils_the_list() -> None:
+    with pytest.raises(ValueError, match="a block hash of 3 bytes"):
+        canonical_hashes([1, b"123"])
