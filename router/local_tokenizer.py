@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import logging
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ class LocalTokenizer:
         self._cache = cache
         self._cuts: Cuts | None = cuts_of(self._backend)
         self._around = _around(self._backend)
+        self._content_format = _content_format(tokenizer.chat_template)
 
     @property
     def cuts_texts(self) -> bool:
@@ -95,9 +95,12 @@ class LocalTokenizer:
         """What the template seems to want of a message's content, where no engine can be asked: parts if it
         goes through something called content.
         """
-        template = self._tokenizer.chat_template
-        texts: Sequence[str] = list(template.values()) if isinstance(template, dict) else [template or ""]
-        return "openai" if any(_loops_over_content(text) for text in texts) else "string"
+        return self._content_format
+
+
+def _content_format(template: str | dict[str, str] | None) -> ContentFormat:
+    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
+    return "openai" if any(_loops_over_content(text) for text in texts) else "string"
 
 
 def _loops_over_content(template: str) -> bool:

@@ -222,7 +222,7 @@ class Tokenizer:
             return found
         base = next((known[0] for r in replicas if (known := r.resolve(body.model))), body.model or "")
         not_here: Fallback | None = None
-        configured = self._configured(base, body.model)
+        configured = self._configured(base, body.model, replicas)
         if self._local is not None and configured is not None:
             ids = await self._local.tokens(configured, body)
             if not isinstance(ids, Fallback):
@@ -232,10 +232,13 @@ class Tokenizer:
             not_here = ids
         return await self._from_engines(base, body, replicas, not_here)
 
-    def _configured(self, base: str, asked: str | None) -> str | None:
-        """The name that the request's model has among the local tokenizers."""
-        models = set(self._local.models()) if self._local is not None else set()
-        return next((name for name in (base, asked) if name in models), None)
+    def _configured(self, base: str, asked: str | None, replicas: Sequence[Replica]) -> str | None:
+        """The name that the request's model has among the local tokenizers: an alias will do."""
+        if self._local is None:
+            return None
+        names = list(self._local.models())
+        same = (name for name in names if any(r.resolve(name) == (base, None) for r in replicas))
+        return asked if asked in names else next(same, None)
 
     async def _from_engines(
         self, base: str, body: RequestBody, replicas: Sequence[Replica], not_here: Fallback | None

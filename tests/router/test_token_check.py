@@ -173,6 +173,26 @@ async def test_what_engines_tokenised_is_forgotten_when_one_comes_back(
     assert old != new == array("I", theirs.ids({"prompt": "quite other words"}))
 
 
+@pytest.mark.parametrize(
+    ("configured", "asked"), [("m", "other"), ("other", "m"), ("m", "lora"), ("other", "lora")]
+)
+async def test_ix10_an_alias_and_an_adapter_have_their_models_tokenizer(
+    configured: str, asked: str, kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    theirs = Tokenize(folders["one"])
+    engine = await start_engine(
+        tokenize=theirs, cards=[{"id": "m"}, {"id": "other"}, {"id": "lora", "parent": "m"}]
+    )
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(engine, lookup=lookup, tokenizer=(f"{configured}={folders['one']}",))
+    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    before = theirs.asked
+    await router.complete("the word", model=asked, cache_salt="pepper")
+    assert theirs.asked == before
+    ids = array("I", theirs.ids({"prompt": "the word"}))
+    assert lookup.asked.pop() == ("m", ids, "lora" if asked == "lora" else None, "pepper")
+
+
 async def test_without_tokenize_the_configured_tokenizer_is_used_unverified(
     kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
 ) -> None:
