@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ParamSpec
 
 import aiohttp
 import msgspec
@@ -63,6 +64,8 @@ from router.upstream import AiohttpUpstream, Upstream, upstream_session
 from router.waitlist import Waitlist
 
 log = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
 
 INDEXER_TIMEOUT_S = 2.0
 
@@ -170,7 +173,7 @@ async def router_app(
             fleet, tokenizer, lookup, rules, metrics, router.trust, asks_usage=settings.ask_usage
         )
         chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS)
-        fleet.in_flight, fleet.forgotten = load.at, chooser.gone
+        fleet.in_flight, fleet.forgotten = load.at, _both(chooser.gone, router.trust.forget)
         feedback = _feedback(router, map_lookup, probes)
         stack.push_async_callback(feedback.close)
         route = Route(
@@ -240,10 +243,10 @@ def _session(settings: RouterSettings, keepalive_s: float, tls: ssl.SSLContext) 
     )
 
 
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        second()
+def _both(first: Callable[_P, None], second: Callable[_P, None]) -> Callable[_P, None]:
+    def both(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        first(*args, **kwargs)
+        second(*args, **kwargs)
 
     return both
 

@@ -96,7 +96,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ()
     policy: Annotated[
         str,
-        Meta(description="cache-aware, prefix-hash, session, least-loaded, round-robin or random."),
+        Meta(
+            description="cache-aware, lowest-ttft, prefix-hash, session, least-loaded, round-robin or random."
+        ),
     ] = "cache-aware"
     policy_parameters: Annotated[
         dict[str, Any] | None,

@@ -40,6 +40,11 @@ class Trust:
         before = self._share(stream)
         self._wrong[stream] = _Wrong(before + WRONG_STEP * (over - before), self._clock())
 
+    def forget(self, replica: str) -> None:
+        """The replica is none of ours any more."""
+        for stream in [stream for stream in self._wrong if stream[0] == replica]:
+            del self._wrong[stream]
+
     def weight(self, stream: StreamId) -> float:
         """1 for a stream that is right, down to 0.1 for one that keeps being wrong."""
         return credit(self._share(stream)) if stream in self._wrong else 1.0

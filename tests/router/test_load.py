@@ -223,23 +223,23 @@ def test_rq06_routers_with_the_same_stale_numbers_do_not_chase_one_minimum(route
     fleet = [(name, 0) for name in "abcd"]
     loads = [Load(Clock()) for _ in range(routers)]
     rngs = [random.Random(number) for number in range(routers)]
-    # Each has six in flight on three replicas; the fourth has just become free.
+    # Each has six requests at three replicas; the fourth has just become free.
     for load in loads:
         for stream in fleet[:3]:
             for _ in range(6):
-                load.reserve(stream, 1000).prefilled()
+                load.reserve(stream, 16).prefilled()
         for stream in fleet:
-            load.report(
-                stream, Reported(running=6 * routers if stream != fleet[3] else 0), load.of(stream).requests
-            )
-    free = 6 * routers
-    sent = Counter(
-        choose(load, fleet, rng).stream for _ in range(10) for load, rng in zip(loads, rngs, strict=True)
-    )
-    assert sum(sent.values()) == 10 * routers
-    # What the free one takes over the others is what it lacks, not that once for each router.
-    assert sent[fleet[3]] <= free * 1.2
-    assert max(sent.values()) <= 0.75 * sum(sent.values())
+            running = 6 * routers if stream != fleet[3] else 0
+            load.report(stream, Reported(running=running), load.ours(stream).requests)
+    sent: Counter[StreamId] = Counter()
+    for _ in range(10):
+        for load, rng in zip(loads, rngs, strict=True):
+            reservation = choose(load, fleet, rng, tokens=16)
+            reservation.prefilled()
+            sent[reservation.stream] += 1
+    # Spread evenly, the free one comes level: that takes seven of ten. Each router that filled it for itself
+    # would send all ten.
+    assert 6 * routers <= sent[fleet[3]] <= 8 * routers
 
 
 def test_rq06_from_even_numbers_no_replica_gets_half_of_a_burst() -> None:

@@ -92,12 +92,16 @@ async def test_our_own_requests_are_not_others_at_a_real_scheduler(start_router:
         router = await start_router(f"e0={engine.url}", poll_interval_s=0.02)
         load, stream = router.parts.load, ("e0", 0)
         await kit.wait_until(lambda: load.reported(stream) is not None, "it is polled")
-        tasks = [asyncio.create_task(router.complete([n] * 30, max_tokens=8)) for n in range(6)]
-        most = 0
+        tasks = [
+            asyncio.create_task(router.complete([n] * 30, model="model", max_tokens=8)) for n in range(6)
+        ]
+        most, running = 0, 0
         while not all(task.done() for task in tasks):
             most = max(most, load.others(stream).requests)
+            running = max(running, load.reported(stream).running)
             await asyncio.sleep(0.01)
-        assert most == 0
+        assert [(await task).status for task in tasks] == [200] * 6
+        assert (most, running) == (0, 6)
         assert load.reported(stream).capacity_tokens == 500 * 16
         # A direct client's is.
         body = {"model": "model", "prompt": [1] * 30, "max_tokens": 40}

@@ -808,6 +808,7 @@ async def test_rq11_no_ending_leaves_anything_booked(start_engine: Any, start_ro
     load = router.parts.load
     assert not load._streams
     assert not load._prefilled_at
+    assert not load._prefilling
 
 
 async def test_rq13_health_checks_do_not_touch_the_load(

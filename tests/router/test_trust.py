@@ -25,6 +25,8 @@ def test_a_replica_that_keeps_being_wrong_loses_its_advantage_until_it_is_right_
         trust.learn(A, 1000, 1000)
     assert trust.weight(A) == 1.0
     assert trust.weight(B) == 1.0
+    trust.forget("a")
+    assert not trust._wrong
 
 
 def test_one_miss_and_little_ones_cost_little() -> None:
