@@ -90,8 +90,16 @@ class RouterApp:
         self.tokenizers: Callable[[], list[Told]] = list
         self.app = web.Application(client_max_size=settings.request_limit_bytes)
         self.app.on_response_prepare.append(leave_untyped)
+        self.app.on_response_prepare.append(self._part)
         self.admin_app = self.app if settings.admin_address() is None else web.Application()
         self.admin_url = ""
+
+    async def _part(self, _: web.Request, response: web.StreamResponse) -> None:
+        """On the way down, has clients take their next request to another router."""
+        if self.draining:
+            response.force_close()
+            # aiohttp has written this header already, before it asks us.
+            response.headers["Connection"] = "close"
 
     def settings_errors(self) -> list[str]:
         """Why new settings, or the places that replicas come from, are not heeded."""
@@ -399,6 +407,7 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
         router.admin_url = router.admin_url or url
         yield url
         router.draining = True
+        await asyncio.sleep(settings.shutdown_delay_s)
 
 
 async def _open(
@@ -469,7 +478,11 @@ async def serve(
             if router.reload is not None:
                 loop.add_signal_handler(signal.SIGHUP, router.reload.now)
             await stop.wait()
-            log.info("shutting down; open answers get up to %g s", settings.grace_s)
+            log.info(
+                "shutting down: not ready any more, the door closes in %g s, open answers get %g s then",
+                settings.shutdown_delay_s,
+                settings.grace_s,
+            )
     finally:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.remove_signal_handler(number)

@@ -261,6 +261,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     refresh_interval_s: Annotated[
         float, Meta(gt=0, description="Between two looks at a replica's models and event sources, seconds.")
     ] = 30.0
+    shutdown_delay_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Time between /ready saying no and the door closing at shutdown, seconds: what a "
+            "balancer needs to notice.",
+        ),
+    ] = 0.0
     grace_s: Annotated[float, Meta(ge=0, description="Time that open answers get at shutdown, seconds.")] = (
         25.0
     )
