@@ -76,15 +76,14 @@ class LocalTokenizer:
         if self._cuts is None:
             ids.extend(self._backend.encode(text, add_special_tokens=False).ids)
         else:
-            for number, piece in enumerate(self._cuts.pieces(text)):
-                ids.extend(self._piece(piece, first=number == 0))
+            for piece in self._cuts.pieces(text):
+                ids.extend(self._piece(piece))
         if around:
             ids.extend(around.behind)
         return ids
 
-    def _piece(self, piece: str, *, first: bool) -> array[int]:
-        # The first piece is not like one of the same text further behind: it is the begin of the prompt.
-        digest = xxh3_128_digest(piece.encode("utf-8", "surrogatepass"), seed=int(first))
+    def _piece(self, piece: str) -> array[int]:
+        digest = xxh3_128_digest(piece.encode("utf-8", "surrogatepass"))
         kept = self._cache.get(self._name, digest)
         if kept is None:
             kept = array("I", self._backend.encode(piece, add_special_tokens=False).ids)
