@@ -127,10 +127,10 @@ class Measured:
             text = response.read()
         return json.loads(text) if text else None
 
-    def await_health(self, deadline_s: float = 20.0) -> None:
+    def await_health(self, deadline_s: float = 20.0, path: str = "/health") -> None:
         def healthy() -> bool:
             try:
-                with urllib.request.urlopen(self.url + "/health", timeout=2):
+                with urllib.request.urlopen(self.url + path, timeout=2):
                     return True
             except (urllib.error.URLError, OSError):
                 return False

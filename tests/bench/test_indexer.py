@@ -104,7 +104,7 @@ def ours_measured(made: Fleet, folder: Path, log: Path, shards: int) -> Iterator
     ours = indexer(folder, log, "--shards", str(shards))
     name = f"warmroute --shards {shards}"
     try:
-        ours.await_health()
+        ours.await_health(path="/ready")  # every shard runs
         cost = ingest(ours, made)
         asked = {size: over_http(ours, tokens) for size, tokens in prompts_of(made).items()}
         with closing(open_map(folder)) as reader:
