@@ -103,12 +103,12 @@ class Route:
         """The answer to any request under ``/v1/``."""
         request_id = request_id_of(request.headers)
         with self._tracing.request(request.headers, request.path, request_id) as span:
-            journey = _Journey(request_id)
+            journey = _Journey(request_id, self._decider.policy.name)
             try:
                 response = await self._serve(request, journey, span)
                 journey.status = journey.last.status if journey.last else None
             except RefusedError as error:
-                response = refusal(error, self._decider.policy.name, journey.headers())
+                response = refusal(error, journey.policy, journey.headers())
                 journey.status = str(error.status)
             except ClientGoneError:
                 # Nobody reads this answer; the handler just has to return one.
@@ -130,6 +130,7 @@ class Route:
         body = await read_body(request, request.client_max_size, self._body_idle_s)
         with self._tracing.decide() as decide_span:
             plan = await self._plan(request, body, journey.request_id)
+            journey.policy = plan.policy.name if plan.policy else journey.policy
             exchange = await self._find_room(plan, journey, decide_span)
         while True:
             try:
@@ -332,12 +333,12 @@ class Route:
         if request.writer.output_size and request.transport is not None:
             request.transport.abort()
         sorry = RefusedError(500, "InternalServerError", "the router failed; its log says where")
-        return refusal(sorry, self._decider.policy.name, journey.headers())
+        return refusal(sorry, journey.policy, journey.headers())
 
     def _account(self, journey: _Journey, span: Span) -> None:
         last = journey.last
         decision = last.decision if last else None
-        policy = decision.policy if decision else self._decider.policy.name
+        policy = decision.policy if decision else journey.policy
         status = journey.status or "error"
         self._metrics.requests.labels(policy, decision.chosen[0] if decision else "", status).inc()
         describe_request(span, decision, status, last.actual_cached_tokens if last else None)
@@ -358,13 +359,15 @@ class _AttemptFailedError(Exception):
 
 
 class _Journey:
-    """What one request has been through: its exchanges, the replicas that failed it, how it ended.
+    """What one request has been through: its policy, its exchanges, the replicas that failed it, how it
+    ended.
 
     ``last`` is the exchange that the client's answer is of; ``answer`` what a replica said that failed.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, policy: str) -> None:
         self.request_id = request_id
+        self.policy = policy
         self.exchanges: list[Exchange] = []
         self.failed: set[str] = set()
         self.stale = False

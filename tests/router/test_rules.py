@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
 from multidict import CIMultiDict
 
 from router.errors import RefusedError, SettingsError
@@ -205,3 +207,24 @@ async def test_a_pin_goes_there_or_nowhere(start_engine: Any, start_router: Any,
         503,
         "the replica asked for cannot take it",
     )
+
+
+async def test_a_refusal_names_the_policy_that_the_rule_chose(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    gate = asyncio.Event()
+
+    async def hold(_: web.Request) -> web.Response:
+        await gate.wait()
+        return web.json_response({})
+
+    engine = await start_engine(answer=hold)
+    rule = Rule(policy="random", path="/v1/completions")
+    router = await start_router(engine, rule=(rule,), max_inflight=1)
+    first = asyncio.create_task(router.complete("x"))
+    await kit.wait_until(lambda: engine.open == 1, "it is full")
+    refused = await router.complete("x")
+    assert (refused.status, refused.headers["x-warmroute-policy"]) == (503, "random")
+    assert await router.metric("requests_total", policy="random", replica="", status="503") == 1
+    gate.set()
+    await first
