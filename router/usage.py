@@ -70,7 +70,7 @@ class UnaskedUsage:
 
     def feed(self, chunk: bytes) -> bytes:
         """What the client gets now."""
-        if self._gave_up:
+        if self._gave_up or (not self._held and not self._finish and _is_plain(chunk)):
             return chunk
         text = self._held + chunk
         passed, start = [], 0
@@ -98,6 +98,11 @@ class UnaskedUsage:
             self._finish = event
             return finish
         return finish + event
+
+
+def _is_plain(chunk: bytes) -> bool:
+    """Whole events of which none is of interest: nearly all that ever come."""
+    return chunk.endswith(b"\n\n") and b'"usage"' not in chunk and _FINISH.search(chunk) is None
 
 
 def _usage_chunk(event: bytes) -> _Chunk | None:
