@@ -6,7 +6,7 @@ TTFT = overhead + seconds per token x (prompt tokens ahead + own uncached tokens
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
 import msgspec
@@ -14,18 +14,22 @@ import msgspec
 from router.replicas import StreamId
 
 WINDOW = 24
-"""Observations kept of a stream: enough for a line that a third of outliers cannot bend, few enough to follow
+"""Observations kept of a stream: enough that a third of outliers cannot bend the line, few enough to follow
 an engine that has become slower within a dozen requests.
 """
-LINE_FROM = 6
-"""Fewer observations give no line; until then the overhead is taken as known."""
+TRUSTED_FROM = 4
+"""Fewer observations may all be chance."""
+FRESH_S = 60.0
+"""After so long without an observation a stream is taken for a typical one again: one that looked slow gets
+no requests, and could never show that it is not.
+"""
 FEWEST_TOKENS = 64
 """With fewer tokens to compute, a time to a first token says nothing about the speed of prefill."""
 LEAST_S = 1e-6
 """No engine is so fast: a clock was read wrongly."""
-ALIKE = 0.25
-"""Speeds that differ by less than this share are one speed: else the one that chance made look fastest would
-get every request of an idle fleet.
+ALIKE = 1.75
+"""Speeds that differ by less than this factor are one speed: else the one that chance made look fastest would
+get every request of an idle fleet, and work of other routers that nobody can see would look like slowness.
 """
 COLD_OVERHEAD_S = 0.01
 COLD_S_PER_TOKEN = 1e-4
@@ -46,19 +50,27 @@ class Speed(msgspec.Struct, frozen=True):
 
 
 class Latency:
-    """What is known of each stream's speed. A stream without observations is as fast as the middle of the
-    others.
+    """What is known of each stream's speed. A stream that little is known of is as fast as the middle of all.
+
+    ``clock`` is in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._seen: dict[StreamId, deque[tuple[int, float]]] = {}
+        self._seen_at: dict[StreamId, float] = {}
         self._speeds: dict[StreamId, Speed] = {}
         self._typical = Speed()
 
     def of(self, stream: StreamId) -> Speed:
-        """The speed of one stream; the typical one where it is like that."""
+        """The speed of one stream; the typical one where it is like that, or not known well enough."""
         own, typical = self._speeds.get(stream), self._typical
-        if own is None or abs(own.s_per_token - typical.s_per_token) <= ALIKE * typical.s_per_token:
+        if (
+            own is None
+            or 1 / ALIKE <= own.s_per_token / typical.s_per_token <= ALIKE
+            or len(self._seen[stream]) < TRUSTED_FROM
+            or self._clock() - self._seen_at[stream] > FRESH_S
+        ):
             return typical
         return own
 
@@ -68,33 +80,40 @@ class Latency:
             return
         seen = self._seen.setdefault(stream, deque(maxlen=WINDOW))
         seen.append((tokens, seconds))
+        self._seen_at[stream] = self._clock()
         self._speeds[stream] = _line(seen, self._typical.overhead_s)
         self._typical = _middle(self._speeds.values())
 
     def forget(self, stream: StreamId) -> None:
         """The stream's engine is another process now, or gone."""
         self._seen.pop(stream, None)
+        self._seen_at.pop(stream, None)
         if self._speeds.pop(stream, None) is not None and self._speeds:
             self._typical = _middle(self._speeds.values())
 
 
 def _line(seen: Iterable[tuple[int, float]], overhead_s: float) -> Speed:
-    """Tukey's resistant line: through the medians of the lower and of the upper third."""
+    """A robust line: its slope by the median of all, each weighed by its tokens, as what disturbs a small one
+    says nothing of the speed; its overhead by the lower quartile of the third with the fewest tokens, as what
+    disturbs only adds.
+    """
     ordered = sorted(seen)
-    third = len(ordered) // 3
-    if len(ordered) >= LINE_FROM:
-        low, high = ordered[:third], ordered[-third:]
-        run = median(tokens for tokens, _ in high) - median(tokens for tokens, _ in low)
-        rise = median(seconds for _, seconds in high) - median(seconds for _, seconds in low)
-        # Without much between small and large, the slope would be noise.
-        if run >= median(tokens for tokens, _ in ordered) / 2 and rise > 0:
-            slope = rise / run
-            rest = median(seconds - slope * tokens for tokens, seconds in ordered)
-            if rest >= 0:
-                return Speed(rest, slope)
-            overhead_s = 0.0
-    slope = median(max(seconds - overhead_s, seconds / 2) / tokens for tokens, seconds in ordered)
-    return Speed(overhead_s, slope)
+    slope = _slope(ordered, overhead_s)
+    smallest = ordered[: max(1, len(ordered) // 3)]
+    rests = sorted(max(0.0, seconds - slope * tokens) for tokens, seconds in smallest)
+    overhead_s = rests[len(rests) // 4]
+    return Speed(overhead_s, _slope(ordered, overhead_s))
+
+
+def _slope(seen: Sequence[tuple[int, float]], overhead_s: float) -> float:
+    """Seconds per token: the median, weighed by tokens."""
+    ratios = sorted((max(seconds - overhead_s, seconds / 2) / tokens, tokens) for tokens, seconds in seen)
+    half = sum(tokens for _, tokens in ratios) / 2
+    for ratio, tokens in ratios:
+        half -= tokens
+        if half <= 0:
+            return ratio
+    raise AssertionError("no observations")
 
 
 def _middle(speeds: Iterable[Speed]) -> Speed:

@@ -18,6 +18,10 @@ UNKNOWN_REQUEST_TOKENS = 512
 """What a request of others leaves to compute, as long as there was none of ours to judge by."""
 REQUEST_SHARE = 0.02
 """What one request counts for in the mean request."""
+GUESSED_SHARE = 0.1
+"""A request with more of others' tokens in front of it, which are a guess, says nothing of its stream's
+speed.
+"""
 STALE_S = 10.0
 """A report older than this says nothing of now."""
 FROZEN_S = 5.0
@@ -67,8 +71,8 @@ class Load:
     but the engines' metrics do not chase one minimum. ``clock`` is in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, latency: Latency | None = None) -> None:
-        self.latency = latency or Latency()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.latency = Latency(clock)
         self._clock = clock
         self._streams: dict[StreamId, StreamLoad] = {}
         self._prefilling: dict[StreamId, _Line] = {}
@@ -171,13 +175,15 @@ class Load:
 
         ``streams``: its first byte will come as soon as its prefill is over.
         """
-        before = self.of(stream).prefill_tokens - self.computed_tokens(stream)
+        guessed = self.others(stream).prefill_tokens
+        before = max(0, self.ours(stream).prefill_tokens + guessed - self.computed_tokens(stream))
         self._add(stream, 1, prefill_tokens, 0)
         self._sent[stream] = self._sent.get(stream, 0) + 1
         share = REQUEST_SHARE if self._requests_known else 1.0
         self._request_tokens += share * (prefill_tokens - self._request_tokens)
         self._requests_known = True
-        reservation = Reservation(self, stream, prefill_tokens, max(0, before) + prefill_tokens)
+        reservation = Reservation(self, stream, prefill_tokens, before + prefill_tokens)
+        reservation.teaches = guessed <= GUESSED_SHARE * reservation.queued_tokens
         if prefill_tokens:
             self._prefilling.setdefault(stream, _Line()).join(reservation, self._clock())
         if not streams:
@@ -249,13 +255,15 @@ class Reservation:
     """One request's share of a stream's load. Its methods may be called again without effect.
 
     ``prefill_tokens`` are its own; ``queued_tokens`` those that had to be computed before its first token,
-    its own included. ``hint`` is dropped when it ends before its prefill was over.
+    its own included. ``teaches``: they are known well enough for its time to say something of the stream's
+    speed. ``hint`` is dropped when it ends before its prefill was over.
     """
 
     def __init__(self, load: Load, stream: StreamId, prefill_tokens: int, queued_tokens: int) -> None:
         self._load = load
         self.prefill_tokens = prefill_tokens
         self.hint: Hint | None = None
+        self.teaches = True
         self._decoding = False
         self._released = False
         self.stream = stream
@@ -268,7 +276,7 @@ class Reservation:
 
     def first_byte(self, ttft_s: float) -> None:
         """A stream has begun to answer, so many seconds after it was sent: its prefill is over."""
-        if not self._decoding and not self._released:
+        if self.teaches and not self._decoding and not self._released:
             self._load.latency.observe(self.stream, self.queued_tokens, ttft_s)
         self.prefilled()
 

@@ -63,7 +63,7 @@ def test_an_answer_in_one_piece_leaves_the_queue_when_its_prefill_is_predicted_t
     whole = load.reserve(A, 3000, streams=False)
     # What is queued in front of it has to be computed first.
     second = load.reserve(A, 2000, streams=False)
-    for now, queued in ((2.99, 5000), (3.0, 2000), (4.99, 2000), (5.0, 0)):
+    for now, queued in ((2.9, 5000), (3.1, 2000), (4.9, 2000), (5.1, 0)):
         clock.now = now
         assert load.of(A).prefill_tokens == queued
     assert dict(load.items()) == {A: StreamLoad(2, 0, 2)}
