@@ -14,7 +14,7 @@ from router.crowding import Crowding
 from router.decision import Ask, Candidate, RandomSource, Ranked
 from router.displacement import Displacement
 from router.hints import Hints
-from router.load import Load, Reservation
+from router.load import Load, Reservation, StreamLoad
 from router.policies import Policy
 from router.replicas import StreamId
 
@@ -67,12 +67,9 @@ class Chooser:
         """The streams, of which there is one at least, ranked by the policy; the first is booked."""
         now = self._clock()
         hinted = self.hints.soon(subject.marks, now)
-        waiting = {stream: self._waiting_tokens(stream) for stream in streams}
-        self.crowding.found((stream, tokens > 0) for stream, tokens in waiting.items())
-        candidates = [
-            self._candidate(stream, subject, hinted.get(stream, 0), tokens)
-            for stream, tokens in waiting.items()
-        ]
+        loads = [(stream, self._load_now(stream)) for stream in streams]
+        self.crowding.found((stream, load.prefill_tokens > 0) for stream, load in loads)
+        candidates = [self._candidate(stream, subject, hinted.get(stream, 0), load) for stream, load in loads]
         held = max(candidate.reused_tokens for candidate in candidates)
         self.displacement.asked(subject.marks, held // self._mark_tokens)
         ask = Ask(
@@ -100,14 +97,18 @@ class Chooser:
             self.displacement.remove(stream)
         self.load.forget(replica)
 
-    def _waiting_tokens(self, stream: StreamId) -> int:
-        """Prompt tokens still to be computed there."""
-        return max(0, self.load.of(stream).prefill_tokens - self.load.computed_tokens(stream))
+    def _load_now(self, stream: StreamId) -> StreamLoad:
+        """What is booked there, without the prompt tokens that are computed by now."""
+        booked, computed = self.load.of(stream), self.load.computed_tokens(stream)
+        if not computed:
+            return booked
+        waiting = max(0, booked.prefill_tokens - computed)
+        return StreamLoad(booked.requests, waiting, booked.decoding)
 
     def _candidate(
-        self, stream: StreamId, subject: Subject, hinted_marks: int, waiting_tokens: int
+        self, stream: StreamId, subject: Subject, hinted_marks: int, load: StreamLoad
     ) -> Candidate:
-        load, speed, reported = self.load.of(stream), self.load.latency.of(stream), self.load.reported(stream)
+        speed, reported = self.load.latency.of(stream), self.load.reported(stream)
         self.displacement.capacity(stream, reported.capacity_tokens if reported else None)
         matched, prompt_tokens = (subject.matches or {}).get(stream), subject.prompt_tokens
         cached, credited = _credit(matched, prompt_tokens)
@@ -124,7 +125,7 @@ class Chooser:
             state=matched.state if matched else None,
             weight=matched.weight if matched else None,
             requests=load.requests,
-            prefill_tokens=waiting_tokens,
+            prefill_tokens=load.prefill_tokens,
             decoding=load.decoding,
             overhead_s=speed.overhead_s,
             s_per_token=speed.s_per_token,

@@ -18,7 +18,7 @@ OWN = 0.7
 """How much of a stream's utilisation is its own average; the rest is the mean of all. Its own says where load
 stays, but it is made of few observations; the mean steadies it.
 """
-MOST = 0.8
+MOST = 0.75
 """Beyond this an average says "nearly saturated". How much beyond is chance, and each request would have to
 wait ever longer for the sake of others: the mean wait would hardly be shorter, the longest ones would be
 longer.

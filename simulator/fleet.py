@@ -110,10 +110,11 @@ class Index:
 
 class Sessions:
     """Which conversation a request belongs to, as traces do not say it: to that of an earlier request all of
-    whose full blocks it begins with.
+    whose full blocks it begins with, if the last of them was that request's own.
     """
 
     def __init__(self) -> None:
+        self._known: set[int] = set()
         self._by_last_block: dict[int, int] = {}
         self._names = itertools.count()
 
@@ -124,8 +125,9 @@ class Sessions:
         session = next(known, None)
         if session is None:
             session = next(self._names)
-        if blocks:
+        if blocks and blocks[-1] not in self._known:
             self._by_last_block[blocks[-1]] = session
+        self._known.update(blocks)
         return session
 
 
