@@ -260,3 +260,13 @@ def test_where_no_engine_says_its_capacity_only_time_counts() -> None:
     for item in chooser.choose(CACHE_AWARE, prompt, FLEET).ranked:
         assert item.candidate.room_tokens is None
         assert item.terms["displaced"] == 0.0
+
+
+def test_rq17_only_those_with_room_are_candidates_however_warm_the_others_are() -> None:
+    """The decider leaves out what is full; of what is left, the warmest is taken, full caches or not."""
+    chooser = chooser_of()
+    matches = {**nothing(FLEET), A: matched(A, 4096), C: matched(C, 1024)}
+    prompt = Subject(prompt_tokens=4200, matches=matches, marks=marks("hot", 4096))
+    choice = chooser.choose(CACHE_AWARE, prompt, [B, C, D])
+    assert choice.reservation.stream == C
+    assert chooser.load.of(A).requests == 0

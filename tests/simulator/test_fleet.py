@@ -96,3 +96,27 @@ def test_events_that_come_a_second_late_cost_little() -> None:
     now, late = (measured(run("cache-aware", changed(event_delay_s=delay))) for delay in (0.0, 1.0))
     assert late.hit_rate >= 0.98 * now.hit_rate
     assert late.load_max_over_mean <= 1.1 * now.load_max_over_mean
+
+
+def test_rq10_one_prefix_common_to_all_makes_no_hot_spot() -> None:
+    trace = traffic("one-prefix")
+    aware, least = (measured(run(name, trace=trace)) for name in ("cache-aware", "least-loaded"))
+    assert aware.load_max_over_mean <= 1.1 * least.load_max_over_mean
+    assert aware.ttft_mean_s <= 1.1 * least.ttft_mean_s
+
+
+def test_where_nothing_is_shared_cache_aware_is_least_loaded() -> None:
+    trace = traffic("nothing-shared", every=2)
+    aware, least = (measured(run(name, trace=trace)) for name in ("cache-aware", "least-loaded"))
+    assert aware.ttft_mean_s == pytest.approx(least.ttft_mean_s, rel=0.02)
+
+
+def test_a_replica_five_times_slower_gets_fewer_prompts_and_is_not_given_up() -> None:
+    served = run("cache-aware", changed(slower=5.0)).served
+    by_replica = Counter(one.replica for one in served[-300:])
+    assert 0 < by_replica["r0"] < 0.5 * 300 / 4
+
+
+def test_several_routers_make_no_herd() -> None:
+    for routers in (2, 4):
+        assert measured(run("cache-aware", changed(routers=routers))).load_max_over_mean <= 1.25
