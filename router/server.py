@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.web_protocol import _ErrInfo
 
@@ -100,6 +100,7 @@ class _Connection(web.RequestHandler):
         self._throttled = server.throttled
         self._head_s = limits.head_s
         self._head_timer: asyncio.TimerHandle | None = None
+        self._body: StreamReader | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -118,6 +119,8 @@ class _Connection(web.RequestHandler):
             self._stop_head_timer()
             if isinstance(self._messages[-1][0], _ErrInfo):
                 self._fail_body()
+            else:
+                self._body = self._messages[-1][1]
         elif self._waiter is not None and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
 
@@ -132,12 +135,12 @@ class _Connection(web.RequestHandler):
 
     def _fail_body(self) -> None:
         """aiohttp would queue the error as the next request, and leave the reader of this body waiting."""
-        request = self._current_request
-        if request is not None and not request.content.is_eof():
-            self._messages.clear()
+        # Not the current request's: between two steps of the loop a request is neither queued nor current.
+        if self._body is not None and not self._body.is_eof():
+            self._messages.pop()
             self.close()
-            request.content.set_exception(web.RequestPayloadError("malformed"))
-            request.content.feed_eof()
+            self._body.set_exception(web.RequestPayloadError("malformed"))
+            self._body.feed_eof()
 
     def handle_error(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from typing import Any
 
 import pytest
@@ -115,6 +116,19 @@ async def test_px10_a_body_that_turns_malformed_later_ends_the_connection(
     assert (got.statuses, got.closed, engine.generated) == ([400], True, 0)
     assert b"cannot be read" in got.content
     assert router.idle()
+    # Right behind the rest, too, however many steps of the loop later.
+    for steps in range(8):
+        with socket.create_connection(("127.0.0.1", int(router.url.rpartition(":")[2]))) as client:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.sleep(0.02)
+            client.sendall(pieces[0])
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            client.sendall(pieces[1])
+            reader, writer = await asyncio.open_connection(sock=client.dup())
+            async with asyncio.timeout(5):
+                assert b" 400 " in await reader.read()
+            writer.close()
 
 
 async def test_px10_chunk_extensions_and_trailers_of_a_request_stay_behind(
