@@ -48,6 +48,8 @@ async def read_body(request: web.Request, limit_bytes: int, idle_s: float) -> by
 
 async def _next_piece(request: web.Request, idle_s: float) -> bytes:
     # Not at_eof(): what was malformed is at its end too, and only reading says so.
+    if request.content.is_eof():
+        return await request.content.readany()
     async with asyncio.timeout(idle_s):
         return await request.content.readany()
 

@@ -102,6 +102,23 @@ async def test_op03_a_router_alone_starts_and_answers_503_with_retry_after(start
         assert response.status == 200
 
 
+async def test_op03_without_index_tokenizer_and_collector_it_serves_by_load_and_says_why(
+    start_engine: Any, start_router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    engine = await start_engine(tokenize=None)
+    router = await start_router(engine)
+    response = await router.complete("hello")
+    assert response.status == 200
+    assert response.headers["x-warmroute-reason"].startswith("fallback: ")
+    decision = (await router.get("/debug/decisions"))["decisions"][0]
+    assert decision["mode"] == "fallback"
+    assert await router.metric("fallback_total", reason=decision["fallback"]) == 1
+    assert (await router.get("/debug/replicas"))["indexer"] is None
+    async with router.client.get(f"{router.url}/ready") as ready:
+        assert ready.status == 200
+
+
 async def test_px14_503_only_when_no_replica_is_healthy(
     start_engine: Any, start_router: Any, until: Any
 ) -> None:
