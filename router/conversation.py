@@ -41,6 +41,13 @@ _TEMPLATE_ARGUMENTS = frozenset(
     }
 )
 """Names that mean something to transformers' ``apply_chat_template`` before the template sees them."""
+_MEDIA = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
+"""What a part with other than text becomes for a template that gets parts (0.32:
+``_parse_chat_message_content_part``).
+"""
+_Media = Literal["refused", "as-given", "replaced"]
+_STAND_INS: dict[_Media, str] = {"as-given": "\ue000", "replaced": "\ue001"}
+"""Characters for private use: no template and no text begins alike with both."""
 
 
 class InexactError(Exception):
@@ -66,14 +73,28 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 def read_chat(body: RequestBody, content_format: ContentFormat) -> Chat:
-    """The chat of a request. Raises InexactError."""
+    """The chat of a request, all of it text. Raises InexactError."""
+    return _read_chat(body, content_format, "refused")
+
+
+def read_media_chat(body: RequestBody, content_format: ContentFormat) -> tuple[Chat, Chat]:
+    """A chat with images and the like as its template gets it, and with something else in their place.
+
+    Up to the first of them, both are rendered alike. Where a template gets one text, vLLM puts placeholders
+    into it that only the model knows, and where only it knows: something else stands for all of the message
+    then, in both. Raises InexactError.
+    """
+    return _read_chat(body, content_format, "as-given"), _read_chat(body, content_format, "replaced")
+
+
+def _read_chat(body: RequestBody, content_format: ContentFormat, media: _Media) -> Chat:
     if given(body.chat_template):
         raise InexactError("chat-template-in-request")
     messages = json.loads(bytes(body.messages))
     if not isinstance(messages, list) or not messages:
         raise InexactError("messages")
     return Chat(
-        [_message(message, content_format) for message in messages],
+        [_message(message, content_format, media) for message in messages],
         _tools(json.loads(bytes(body.tools))) if given(body.tools) else None,
         _kwargs(body),
         _flag(body.add_special_tokens, False),
@@ -107,11 +128,12 @@ def _kwargs(body: RequestBody) -> dict[str, Any]:
     }
 
 
-def _message(message: Any, content_format: ContentFormat) -> dict[str, Any]:
+def _message(message: Any, content_format: ContentFormat, media: _Media) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise InexactError("role")
     role = message["role"]
-    made: dict[str, Any] = {"role": role, "content": _content(message.get("content"), role, content_format)}
+    content = _content(message.get("content"), role, content_format, media)
+    made: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
         made |= _assistant(message)
     elif role == "tool" and "tool_call_id" in message:
@@ -120,7 +142,9 @@ def _message(message: Any, content_format: ContentFormat) -> dict[str, Any]:
     return made
 
 
-def _content(content: Any, role: str, content_format: ContentFormat) -> str | list[dict[str, Any]]:
+def _content(
+    content: Any, role: str, content_format: ContentFormat, media: _Media
+) -> str | list[dict[str, Any]]:
     parts = (
         [{"type": "text", "text": content}]
         if isinstance(content, str)
@@ -130,16 +154,21 @@ def _content(content: Any, role: str, content_format: ContentFormat) -> str | li
     )
     if not isinstance(parts, list):
         raise InexactError("content")
-    made = [_part(part, role) for part in parts]
+    made = [_part(part, role, media) for part in parts]
     if role == "system" and any(part["text"].startswith(_BILLING_HEADER) for part in made):
         raise InexactError("billing-header")
     if content_format == "openai" and role != "tool":
         return made
+    if media != "refused" and any(_modality(part, role) for part in parts):
+        return _STAND_INS[media]
     texts = [part["text"] for part in made]
     return "\n".join(texts if content_format == "openai" else filter(None, texts))
 
 
-def _part(part: Any, role: str) -> dict[str, Any]:
+def _part(part: Any, role: str, media: _Media) -> dict[str, Any]:
+    if media != "refused" and (modality := _modality(part, role)) is not None:
+        stand_in = {"type": "text", "text": _STAND_INS[media]}
+        return {"type": modality} if media == "as-given" else stand_in
     if isinstance(part, str) and role == "user":
         return {"type": "text", "text": part}
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -147,6 +176,16 @@ def _part(part: Any, role: str) -> dict[str, Any]:
     if not part.keys() <= {"type", "text", "cache_control"}:
         raise InexactError("content-part")
     return {"type": "text", "text": part["text"], **part}
+
+
+def _modality(part: Any, role: str) -> str | None:
+    """``image``, ``video`` or ``audio`` for such a part of a plain form."""
+    if role != "user" or not isinstance(part, dict):
+        return None
+    kind = part.get("type")
+    if not isinstance(kind, str) or part.keys() != {"type", kind} or not isinstance(part[kind], dict):
+        return None
+    return _MEDIA.get(kind) if part[kind].get("url") or part[kind].get("data") else None
 
 
 def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,10 @@ class Cuts:
             token.content for token in raw if not (token.lstrip or token.rstrip or token.content[0].isspace())
         )
 
+    def added(self, text: str) -> list[str]:
+        """The added tokens in ``text``, one after the other."""
+        return self._added.findall(text)
+
     def pieces(self, text: str) -> list[str]:
         """``text`` in pieces, each but the first beginning with an added token."""
         cutters = self._cutters

@@ -16,9 +16,6 @@ from router.policies import Policy
 from router.replicas import StreamId
 from router.seats import Seats
 
-BYTES_PER_TOKEN = 4
-"""The guess at a prompt's tokens where they are not known: what its body weighs as load."""
-
 
 class Decider:
     """Finds who may take a request, has one of them chosen, and says what was decided and why."""
@@ -52,12 +49,12 @@ class Decider:
         streams = self._streams(plan, failed)
         policy = (plan.policy or self.policy) if plan.is_prompt else self._by_load
         seated = plan.key is not None and policy.keeps_seats
-        prompt_tokens = None if plan.ids is None else len(plan.ids)
+        prompt_tokens = plan.prompt_tokens
         choice = self._chooser.choose(
             policy,
             Subject(
                 prompt_tokens=prompt_tokens,
-                guessed_tokens=plan.body_bytes // BYTES_PER_TOKEN if plan.is_prompt else 0,
+                guessed_tokens=plan.guessed_tokens,
                 matches=plan.matches,
                 marks=plan.marks,
                 streams=plan.streams,

@@ -85,7 +85,7 @@ class Exchange:
             rank=rank,
             path=request.path,
             body=body,
-            tokens=self.plan.ids,
+            tokens=self.plan.ids if self.plan.whole else None,
             headers=shown,
         )
         self._recorded = True

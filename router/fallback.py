@@ -16,7 +16,9 @@ NO_INDEX = Fallback("no-index", "no index is configured; give --map or --indexer
 NO_KEY = Fallback("no-key", "the request has no key that the policy goes by")
 NO_PROMPT = Fallback("no-prompt", "the request holds no prompt")
 PROMPT_EMBEDS = Fallback("prompt-embeds", "prompt embeddings have no token ids")
-MULTIMODAL = Fallback("multimodal", "messages with other than text parts have no known tokens")
+MULTIMODAL = Fallback(
+    "multimodal", "messages with other than text parts have no known tokens without a local tokenizer"
+)
 TRUNCATED = Fallback("truncate-prompt-tokens", "a prompt that the engine truncates has no known tokens")
 BAD_TOKEN_IDS = Fallback("bad-token-ids", "token ids outside 0 to 2**32-1")
 UNREADABLE_PROMPT = Fallback("unreadable-prompt", "a prompt of unknown form")

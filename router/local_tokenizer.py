@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import logging
 from array import array
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,30 @@ class LocalTokenizer:
             ids.extend(around.behind)
         return ids
 
+    def encode_before_media(self, chat: Chat, replaced: Chat) -> array[int]:
+        """The ids in front of the first image of a chat (of :func:`router.conversation.read_media_chat`), as
+        far as nothing that comes behind can change them. Raises InexactError.
+
+        What the template makes of images begins where the two texts differ at the latest. A token that they
+        bring, and that somebody wrote as text, may be taken for one of them: nothing counts from there on.
+        Where the engine has yet to put them in, that is any added token that somebody wrote.
+        """
+        if self._cuts is None or chat.add_special_tokens:
+            raise InexactError("media-not-cut")
+        text, other = self.render(chat), self.render(replaced)
+        if text == other:
+            raise InexactError("media-not-rendered")
+        shared = _shared_chars(text, other)
+        brought = set(Counter(self._cuts.added(text)) - Counter(self._cuts.added(other)))
+        doubtful = brought or {token for said in _strings(chat.messages) for token in self._cuts.added(said)}
+        ids, at = array("I"), 0
+        for piece in self._cuts.pieces(text):
+            at += len(piece)
+            if at > shared or not doubtful.isdisjoint(self._cuts.added(piece)):
+                break
+            ids.extend(self._piece(piece))
+        return ids
+
     def _piece(self, piece: str) -> array[int]:
         digest = xxh3_128_digest(piece.encode("utf-8", "surrogatepass"))
         kept = self._cache.get(self._name, digest)
@@ -117,6 +143,29 @@ def _loops_over_content(template: str) -> bool:
             if named == "content":
                 return True
     return False
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All text in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings([*value, *value.values()])
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def _shared_chars(one: str, other: str) -> int:
+    """How many leading characters two texts share."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _around(backend: Any) -> _Around | None:

@@ -20,7 +20,7 @@ import msgspec
 
 from events.logs import Throttled
 from router import fallback
-from router.conversation import ContentFormat, InexactError, read_chat
+from router.conversation import ContentFormat, InexactError, read_chat, read_media_chat
 from router.fallback import Fallback
 from router.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_tokenizer
 from router.prompt import RequestBody, given
@@ -34,6 +34,7 @@ RELOAD_AFTER_S = 300.0
 WAITING_PER_THREAD = 16
 
 State = Literal["loading", "failed", "unchecked", "agrees", "differs", "unverifiable"]
+Work = Callable[[LocalTokenizer, RequestBody, ContentFormat], "array[int]"]
 Loader = Callable[[str, str, TokenCache], LocalTokenizer]
 FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
 
@@ -124,12 +125,19 @@ class LocalTokens:
 
     async def tokens(self, model: str, body: RequestBody) -> array[int] | Fallback:
         """The ids of a request's text or chat, or why they cannot be told here."""
+        return await self._try(model, body, _tokens)
+
+    async def tokens_before_media(self, model: str, body: RequestBody) -> array[int] | Fallback:
+        """The ids of a chat in front of its first image, or why they cannot be told here."""
+        return await self._try(model, body, _tokens_before_media)
+
+    async def _try(self, model: str, body: RequestBody, work: Work) -> array[int] | Fallback:
         local = self._locals[model]
         self._begin_load(local)
         if local.state not in ("agrees", "unverifiable"):
             return fallback.local(local.state)
         try:
-            return await self._in_thread(local, body, local.content_format or "string")
+            return await self._in_thread(local, body, local.content_format or "string", work)
         except InexactError as error:
             return fallback.inexact(error.code)
         except WorkersBusyError:
@@ -150,7 +158,7 @@ class LocalTokens:
         made: dict[ContentFormat, array[int]] = {}
         for form in FORMATS:
             with contextlib.suppress(InexactError):
-                made[form] = await self._in_thread(self._locals[model], body, form)
+                made[form] = await self._in_thread(self._locals[model], body, form, _tokens)
         return made
 
     def judge(self, model: str, agreeing: set[ContentFormat]) -> None:
@@ -175,11 +183,13 @@ class LocalTokens:
             local.content_format = local.content_format or local.tokenizer.content_format()
             local.state = "unverifiable"
 
-    async def _in_thread(self, local: _Local, body: RequestBody, form: ContentFormat) -> array[int]:
+    async def _in_thread(
+        self, local: _Local, body: RequestBody, form: ContentFormat, work: Work
+    ) -> array[int]:
         assert local.tokenizer is not None
-        work = self._workers.run(partial(_tokens, local.tokenizer, body, form))
+        done = self._workers.run(partial(work, local.tokenizer, body, form))
         async with asyncio.timeout(self._timeout_s):
-            return await work
+            return await done
 
     def _begin_load(self, local: _Local) -> None:
         if local.load is not None or local.tokenizer is not None or self._clock() < local.reload_at:
@@ -224,3 +234,8 @@ def _tokens(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -
     if not isinstance(add, bool):
         raise InexactError("flag")
     return tokenizer.encode(prompt if isinstance(prompt, str) else prompt[0], add)
+
+
+def _tokens_before_media(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int]:
+    """In a thread: the ids of a chat up to its first image. Raises InexactError."""
+    return tokenizer.encode_before_media(*read_media_chat(body, form))

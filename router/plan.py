@@ -34,6 +34,8 @@ from router.usage import asking_for_usage
 
 log = logging.getLogger(__name__)
 
+BYTES_PER_TOKEN = 4
+"""The guess at a prompt's tokens where they are not known: what its body weighs as load."""
 STRANGER_FOR_S = 600.0
 MAX_STRANGERS, MAX_STRANGERS_NAMED = 1024, 5
 
@@ -49,20 +51,23 @@ class Asked(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a request when it comes to the choice; the same for each attempt of it.
 
-    ``matches`` is None where the index was not or could not be asked; ``marks`` are digests of the prompt's
-    beginnings, none where the engine reads no cache for it. ``fallback`` says what failed,
-    ``notes`` what else is worth saying. ``comparable``: the engine's cached tokens can be compared with the
-    match. ``is_prompt`` is False for paths that are relayed by load. ``streams``: the client wants the answer
-    as a stream. ``rank`` is the data-parallel rank that it asks for. ``picked`` is its policy, None for the
-    router's own; ``key`` what that policy goes by. ``body_with_usage`` goes out in place of the body that was
+    ``ids`` are its tokens, or if not ``whole`` the first of them; ``guessed_tokens`` is how many it is taken
+    to have where they are not known. ``matches`` is None where the index was not or could not be asked;
+    ``marks`` are digests of the prompt's beginnings, none where the engine reads no cache for it.
+    ``fallback`` says what failed, ``notes`` what else is worth saying.
+    ``comparable``: the engine's cached tokens can be compared with the match. ``is_prompt`` is False for
+    paths that are relayed by load. ``streams``: the client wants the answer as a stream. ``rank`` is the
+    data-parallel rank that it asks for. ``picked`` is its policy, None for the router's own;
+    ``key`` what that policy goes by. ``body_with_usage`` goes out in place of the body that was
     posted, to learn from the answer. ``asked`` is what the index was asked for, to tell it the truth later.
     ``priority`` is the place in a queue that it asks for, lower is earlier.
     """
 
     request_id: str
     model: str | None = None
-    body_bytes: int = 0
+    guessed_tokens: int = 0
     ids: array[int] | None = None
+    whole: bool = True
     matches: Mapping[StreamId, Matched] | None = None
     marks: tuple[bytes, ...] = ()
     fallback: Fallback | None = None
@@ -76,6 +81,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     body_with_usage: bytes | None = None
     asked: Asked | None = None
     priority: int = 0
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """How many tokens the prompt has, or is taken to have; None where not even its beginning is known."""
+        if self.ids is None:
+            return None
+        return len(self.ids) if self.whole else self.guessed_tokens
 
     @property
     def policy(self) -> Policy | None:
@@ -164,7 +176,7 @@ class Planner:
             picked=picked,
             priority=priority_of(headers, parsed.priority),
             model=parsed.model,
-            body_bytes=len(body),
+            guessed_tokens=len(body) // BYTES_PER_TOKEN,
             fallback=unread,
             streams=bool(parsed.stream),
             rank=rank,
@@ -176,20 +188,23 @@ class Planner:
         matches = await self._matches(policy, parsed, tokens, replicas)
         key, no_key = None, None
         if policy.key is not None:
-            found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=tokens.ids))
+            whole = tokens.ids if tokens.whole else None
+            found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=whole))
             key, no_key = _own(policy, parsed.model, found), fallback.NO_KEY if found is None else None
-        comparable = tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache
+        comparable = tokens.whole and tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache
         learns = comparable and matches.asked is not None and self._asks_usage
         return msgspec.structs.replace(
             plan,
             body_with_usage=asking_for_usage(body, parsed) if learns else None,
             asked=matches.asked,
+            guessed_tokens=tokens.guessed_tokens or plan.guessed_tokens,
             ids=tokens.ids,
+            whole=tokens.ids is None or tokens.whole,
             key=key,
             matches=matches.by_stream,
             marks=_marks(parsed, tokens),
             fallback=tokens.why_not or matches.fallback or no_key,
-            notes=matches.notes,
+            notes=_notes(tokens) + matches.notes,
             comparable=comparable,
         )
 
@@ -283,6 +298,12 @@ def _own(policy: Policy, model: str | None, key: bytes | None) -> bytes | None:
     if key is None:
         return None
     return xxh3_128_digest(f"{policy.name}\0{model or ''}\0".encode("utf-8", "replace") + key)
+
+
+def _notes(tokens: Tokens) -> tuple[str, ...]:
+    if tokens.ids is None or tokens.whole:
+        return ()
+    return (f"only the {len(tokens.ids)} tokens in front of the first image are known, the rest is a guess",)
 
 
 def _marks(body: RequestBody, tokens: Tokens) -> tuple[bytes, ...]:

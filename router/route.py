@@ -161,7 +161,6 @@ class Route:
         return Plan(
             request_id=request_id,
             model=model,
-            body_bytes=len(body),
             is_prompt=False,
             rank=pinned_rank(request.headers),
             priority=priority_of(request.headers, None),

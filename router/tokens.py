@@ -13,6 +13,7 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -34,6 +35,11 @@ HEDGE_SHARE = 0.25
 SLOW_FOR_S = 10.0
 """How long such a replica is asked after the others."""
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+CHARS_PER_TOKEN = 4
+MEDIA_TOKENS = 1000
+"""The guess at what an image comes to: one of 900 x 900 pixels in Qwen2.5-VL has 1,000 tokens, any in LLaVA
+1.5 has 576.
+"""
 _CHAT_FIELDS = (
     "tools",
     "chat_template",
@@ -47,17 +53,25 @@ class Tokens(msgspec.Struct, frozen=True):
     """``ids`` of the prompt (of the first one, where the request holds several), or None and why.
 
     ``prompts`` is how many prompts the request holds. ``not_here`` is why a local tokenizer that the model
-    has was not used.
+    has was not used. ``guessed_tokens``, where not 0, is a guess at how many tokens a prompt has of which at
+    most the beginning is known: ``ids`` are that then.
     """
 
     ids: array[int] | None
     why_not: Fallback | None = None
     prompts: int = 1
     not_here: Fallback | None = None
+    guessed_tokens: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether ``ids`` are all of the prompt."""
+        return self.ids is not None and not self.guessed_tokens
 
 
 class _Part(msgspec.Struct):
     type: str = ""
+    text: Any = None
 
 
 class _Message(msgspec.Struct):
@@ -88,31 +102,41 @@ def _no(why: Fallback, not_here: Fallback | None = None) -> Tokens:
 
 
 def tokens_in_request(body: RequestBody) -> Tokens | None:
-    """The ids that the request itself holds; the reason where none can be known; None where an engine must
-    be asked.
+    """The ids that the request itself holds; the reason where not all can be known; None where an engine
+    must be asked.
     """
     if given(body.truncate_prompt_tokens):
         return _no(fallback.TRUNCATED)
     if given(body.prompt_embeds):
         return _no(fallback.PROMPT_EMBEDS)
     if given(body.messages):
-        return _check_messages(body.messages)
+        return _check_messages(body)
     if not given(body.prompt):
         return _no(fallback.NO_PROMPT)
     return _ids_in_prompt(body.prompt)
 
 
-def _check_messages(messages: Raw) -> Tokens | None:
+def _check_messages(body: RequestBody) -> Tokens | None:
     try:
-        decoded = _decode_messages(messages)
+        decoded = _decode_messages(body.messages)
     except msgspec.MsgspecError:
         return _no(fallback.UNREADABLE_MESSAGES)
-    for message in decoded:
-        if isinstance(message.content, list):
-            for part in message.content:
-                if not isinstance(part, str) and part.type not in TEXT_PARTS:
-                    return _no(fallback.MULTIMODAL)
-    return None
+    media = sum(
+        not isinstance(part, str) and part.type not in TEXT_PARTS
+        for message in decoded
+        if isinstance(message.content, list)
+        for part in message.content
+    )
+    if not media:
+        return None
+    chars = len(bytes(body.tools)) + sum(_chars(message) for message in decoded)
+    return Tokens(None, fallback.MULTIMODAL, guessed_tokens=chars // CHARS_PER_TOKEN + media * MEDIA_TOKENS)
+
+
+def _chars(message: _Message) -> int:
+    parts = message.content if isinstance(message.content, list) else [message.content or ""]
+    texts = (part if isinstance(part, str) else part.text for part in parts)
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _ids_in_prompt(prompt: Raw) -> Tokens | None:
@@ -218,11 +242,13 @@ class Tokenizer:
     async def tokens(self, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
         """The tokens of a request that any of ``replicas`` may get. Never raises for what engines answer."""
         found = tokens_in_request(body)
-        if found is not None:
+        if found is not None and found.why_not is not fallback.MULTIMODAL:
             return found
         base = next((known[0] for r in replicas if (known := r.resolve(body.model))), body.model or "")
         not_here: Fallback | None = None
         configured = self._configured(base, body.model, replicas)
+        if found is not None:
+            return await self._before_media(configured, body, found)
         if self._local is not None and configured is not None:
             ids = await self._local.tokens(configured, body)
             if not isinstance(ids, Fallback):
@@ -231,6 +257,19 @@ class Tokenizer:
                 return _no(ids, ids)
             not_here = ids
         return await self._from_engines(base, body, replicas, not_here)
+
+    async def _before_media(self, configured: str | None, body: RequestBody, found: Tokens) -> Tokens:
+        """What is known of a chat with images, to which an engine's ``/tokenize`` would have to look at them:
+        the text in front of the first one, by a local tokenizer alone.
+        """
+        if self._local is None or configured is None:
+            return found
+        ids = await self._local.tokens_before_media(configured, body)
+        if isinstance(ids, Fallback):
+            return msgspec.structs.replace(found, not_here=ids)
+        if not ids:
+            return found
+        return Tokens(ids, guessed_tokens=max(found.guessed_tokens, len(ids) + MEDIA_TOKENS))
 
     def _configured(self, base: str, asked: str | None, replicas: Sequence[Replica]) -> str | None:
         """The name that the request's model has among the local tokenizers: an alias will do."""

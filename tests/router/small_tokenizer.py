@@ -21,7 +21,20 @@ PARTS = (
 )
 
 
-def save(folder: Path, template: str = STRING, *, words: str = "the word is a word") -> str:
+IMAGES = (
+    "{% for m in messages %}<s>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<i>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def save(
+    folder: Path,
+    template: str = STRING,
+    *,
+    words: str = "the word is a word",
+    special: tuple[str, ...] = ("<s>", "</s>"),
+) -> str:
     """Writes it; other ``words`` make another tokenizer. Returns the folder."""
     tokenizers: Any = importlib.import_module("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -30,7 +43,7 @@ def save(folder: Path, template: str = STRING, *, words: str = "the word is a wo
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=320,
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        special_tokens=["<s>", "</s>"],
+        special_tokens=list(special),
     )
     backend.train_from_iterator([words, *ODD] * 2, trainer)
     folder.mkdir(parents=True, exist_ok=True)

@@ -221,6 +221,24 @@ async def test_ev28_images_are_routed_by_load(start_engine: Any, start_router: A
         )
 
 
+async def test_ev28_an_image_weighs_as_one_and_not_by_the_bytes_of_its_file(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine, lookup=kit.lookup(kit.matched("e0", 96)))
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
+    content = [{"type": "text", "text": "x" * 400}, image]
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    async with router.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+        assert response.status == 200
+    decision = (await router.get("/debug/decisions"))["decisions"][0]
+    assert decision["prefill_tokens"] == 100 + 1000
+    assert engine.tokenized == 0, "an engine would have to look at the image"
+
+
 async def test_without_an_index_cache_aware_says_that_it_cannot(start_engine: Any, start_router: Any) -> None:
     router = await start_router(await start_engine())
     assert (
