@@ -38,7 +38,7 @@ from indexer.layout import (
 
 Value = TypeVar("Value")
 Pairs = list[tuple[bytes, bytes]]
-MAX_AGES_READ = 200_000
+MAX_AGES_READ = 20_000
 
 
 class Changes:
@@ -192,20 +192,28 @@ class Changes:
         if self._came.pop(age, None) is None:
             self._went.append(age)
 
-    def oldest(self, limit: int, slot: bytes = b"") -> list[bytes]:
-        """The names keys of the blocks that came first, of all slots or of one; of what is committed.
+    def oldest(self, limit: int) -> list[bytes]:
+        """The names keys of the blocks that came first, of all slots; of what is committed."""
+        with self._txn.cursor(self._tables.ages) as cursor:
+            return [bytes(value) for _, value in itertools.islice(cursor, limit)]
 
-        For one slot a bounded number of rows is looked at, so there may be fewer than there are.
+    def oldest_of(self, slot: bytes, limit: int, start: int) -> tuple[list[bytes], int]:
+        """As :meth:`oldest`, of one slot, and the age to go on from: the ``start`` of the next look.
+
+        A bounded number of rows is looked at, so there may be more than are found.
         """
         found: list[bytes] = []
         with self._txn.cursor(self._tables.ages) as cursor:
-            for _, value in itertools.islice(cursor, limit if not slot else MAX_AGES_READ):
-                if len(found) == limit:
-                    break
+            if not cursor.set_range(age_key(start)):
+                return found, start
+            for key, value in itertools.islice(cursor, MAX_AGES_READ):
+                start = int.from_bytes(key, "big")
                 name = bytes(value)
                 if name.startswith(slot):
                     found.append(name)
-        return found
+                    if len(found) == limit:
+                        break
+        return found, start
 
     def corrections(self, slot: bytes) -> tuple[dict[bytes, float], dict[bytes, float]]:
         """What is denied and what is believed of a slot: block key -> until when."""

@@ -97,6 +97,7 @@ class MapWriter:
         self._clock = clock
         self._unread = False
         self._swept = b""
+        self._passed: dict[int, int] = {}  # by generation: the age up to which none of its blocks is left
         with ExitStack() as undo, as_map_error("use", path):
             self._lock, ours = lock_to_write(path)
             undo.callback(self._lock.close)
@@ -348,12 +349,24 @@ class MapWriter:
             return used_bytes(txn, self.tables)
 
     def evict(self, count: int, record: StreamRecord | None = None) -> None:
-        """Forgets the ``count`` blocks that came first, of all streams or of one. Raises MapError."""
+        """Forgets the ``count`` blocks that came first, of all streams or of one. Raises MapError.
+
+        Of one stream fewer may go, where many older blocks of others have to be passed; the next time it goes
+        on from there: what comes later has a higher age.
+        """
         with self.group() as group:
-            of = b"" if record is None else slot_key(record.slot)
+            if record is None:
+                keys = group.changes.oldest(count)
+            else:
+                start = self._passed.get(record.generation, 0)
+                keys, start = group.changes.oldest_of(slot_key(record.slot), count, start)
             records = {each.slot: each for each in (*self.streams.values(), *self._retired.values())}
-            for key in group.changes.oldest(count, of):
+            for key in keys:
                 group.blocks(records[int.from_bytes(key[:2], "big")]).evict(key)
+        if record is not None:
+            current = {each.generation for each in self.streams.values()}
+            self._passed = {each: at for each, at in self._passed.items() if each in current}
+            self._passed[record.generation] = start
 
     def sweep_waiting(self, before: float) -> bool:
         """Looks at the next rows of ``waiting``, and forgets the blocks that waited already at ``before``.

@@ -10,6 +10,7 @@ import pytest
 
 from events.schema import BlockRemoved, BlockStored
 from indexer.bounds import EVICT_ABOVE, EVICT_BELOW, EVICT_SHARE, EVICT_STEP, Bounds, Eviction
+from indexer.changes import Changes
 from indexer.errors import SettingsError
 from indexer.layout import WAITING_TTL_S, StreamRecord, age_key
 from indexer.registration import Registration
@@ -107,6 +108,36 @@ def test_ev26_a_producer_that_never_removes_is_bounded_oldest_first(rig: Any, en
     assert rig.record(a).counters.evicted == 400
     held = [number for number in range(50) if rig.held(prompt(number))["A"][1] == 40]
     assert held == list(range(40, 50))
+
+
+def test_ev26_a_cap_is_kept_behind_any_number_of_older_blocks_of_others(
+    rig: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.changes.MAX_AGES_READ", 10)
+    others = [rig.follow(name) for name in "ABC"]
+    for other in others:
+        rig.say(other, *(engine().stored(prompt(number)) for number in range(9)))
+    a, hasher = rig.follow("D"), engine()
+    bound(rig, stream_blocks=100)
+    for number in range(30):
+        rig.say(a, hasher.stored(prompt(number)))
+    rig.ingest.step([])
+    assert rig.record(a).blocks == 100
+    assert rig.held(prompt(29))["D"] == (40, 40, 40)
+    assert rig.held(prompt(19))["D"] == (0, 0, 0)
+    assert [rig.record(other).blocks for other in others] == [90, 90, 90]
+    looked = []
+    look = Changes.oldest_of
+
+    def counted(self: Changes, slot: bytes, limit: int, start: int) -> tuple[list[bytes], int]:
+        looked.append(start)
+        return look(self, slot, limit, start)
+
+    monkeypatch.setattr(Changes, "oldest_of", counted)
+    rig.say(a, hasher.stored(prompt(30)))
+    assert len(looked) <= 2, "what was passed once is not looked at again"
+    assert rig.record(a).blocks == 100
+    rig.check()
 
 
 def test_eviction_takes_every_copy_and_keeps_the_chain_right(rig: Any, engine: Any) -> None:
