@@ -27,6 +27,7 @@ from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded,
 log = logging.getLogger(__name__)
 
 END_OF_REPLAY = b"\xff" * 8
+MAX_SEQUENCE = (1 << 63) - 1  # engines count from 0; more is a fault, and cannot be counted on from
 MAX_MESSAGE_BYTES = 32 << 20
 LIVE_HIGH_WATER = 100_000
 READS_PER_TURN = 256
@@ -411,12 +412,12 @@ class Subscriber:
             self.faults.unmatched[topic[:200] if known else "(others)"] += 1
         elif len(frames) != 3:
             self.faults.count(stream, "frames")
-        elif len(frames[1]) != 8:
+        elif (sequence := _sequence(frames[1])) is None:
             self.faults.count(stream, "sequence")
         else:
             if self._tap is not None:
                 self._tap(stream, frames)
-            self.inbox.put(stream, Frame(int.from_bytes(frames[1], "big"), frames[2]))
+            self.inbox.put(stream, Frame(sequence, frames[2]))
 
     def _ask_replay(self, stream: StreamId, ask: int, start: int) -> None:
         source = self._sources.get(stream)
@@ -466,13 +467,19 @@ class Subscriber:
 
     def _replied(self, replay: _Replay, frames: list[bytes]) -> bool:
         """Takes one reply; True at the end marker. Parsed from the end: before 0.26 there is no topic."""
-        if len(frames) < 3 or len(frames[-2]) != 8:
-            self.faults.count(replay.stream, "replay_frames")
-            return False
-        if frames[-2] == END_OF_REPLAY:
+        if len(frames) >= 3 and frames[-2] == END_OF_REPLAY:
             self._close_replay(replay.stream)
             self.inbox.put(replay.stream, ReplayEnded(replay.ask))
             return True
-        sequence = int.from_bytes(frames[-2], "big")
+        sequence = _sequence(frames[-2]) if len(frames) >= 3 else None
+        if sequence is None:
+            self.faults.count(replay.stream, "replay_frames")
+            return False
         self.inbox.put(replay.stream, Replayed(replay.ask, sequence, frames[-1]))
         return False
+
+
+def _sequence(frame: bytes) -> int | None:
+    """The sequence in a frame of eight big-endian bytes; None for one that no engine comes to."""
+    sequence = int.from_bytes(frame, "big")
+    return sequence if len(frame) == 8 and sequence <= MAX_SEQUENCE else None
