@@ -41,6 +41,10 @@ class TooLargeError(MapFullError):
     """The change alone would take the room that is needed to work; waiting does not help."""
 
 
+class SlotsTakenError(MapFullError):
+    """All slots are in use: for room, a retired one has to be collected; no block that goes makes any."""
+
+
 class ShardDownError(IndexerError):
     """The shard that follows a stream does not answer."""
 

@@ -14,7 +14,7 @@ from events.inbox import StreamId
 from events.logs import Throttled
 from events.schema import Batch, Decoder, PayloadError
 from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream, digest_of
-from indexer.errors import IndexerError
+from indexer.errors import IndexerError, MapError
 from indexer.layout import PARTIAL_TTL_S, StreamKey, StreamRecord
 from indexer.rank import Kept, Rank
 from indexer.writer import Group, MapWriter
@@ -301,7 +301,7 @@ class Followed:
         """Applies a batch. Raises PoisonError for a fault that would come back whenever it is tried again."""
         try:
             rank.apply(group, batch, action.sequence)
-        except lmdb.Error:
+        except (lmdb.Error, MapError):
             raise
         except Exception as error:
             raise PoisonError(self.stream, action.payload, error) from error

@@ -19,7 +19,14 @@ from events.logs import Throttled
 from events.stream import Signal, Stream
 from events.subscriber import Source
 from indexer.bounds import Bounds, Eviction, step
-from indexer.errors import IndexerError, MapError, RegistrationError, TooLargeError, UnknownInstanceError
+from indexer.errors import (
+    IndexerError,
+    MapError,
+    RegistrationError,
+    SlotsTakenError,
+    TooLargeError,
+    UnknownInstanceError,
+)
 from indexer.feedback import Answered
 from indexer.followed import Followed, PoisonError, Shared, stream_key, title
 from indexer.layout import PARTIAL_TTL_S, WAITING_TTL_S, StreamRecord
@@ -201,7 +208,7 @@ class Ingest:
             self._feed.inbox.put_back(signals)
             self._note_failure(error)
             may_pass = not isinstance(error, TooLargeError)
-            if may_pass:
+            if may_pass and not isinstance(error, SlotsTakenError):
                 self._make_room()
             return self._room.lacked(len(signals), self._shared.batches, may_pass=may_pass)
         finally:

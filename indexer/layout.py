@@ -41,6 +41,7 @@ from indexer.registration import Registration
 
 SCHEMA_VERSION = 2
 MAX_SLOTS = 255 * 8  # as many as a bitmap whose width is one byte can name
+MOST_STREAMS = MAX_SLOTS - MAX_SLOTS // 8  # the rest is for the next generations of those that are there
 MAX_READERS = 1024
 DEFAULT_MAP_SIZE = 16 << 30
 HOLDERS_CACHED = 1 << 14

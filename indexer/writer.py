@@ -13,7 +13,7 @@ import msgspec
 from indexer.blocks import StreamBlocks
 from indexer.bounds import most_waiting
 from indexer.changes import Changes
-from indexer.errors import MapError, MapFullError, TooLargeError
+from indexer.errors import MapError, MapFullError, SlotsTakenError, TooLargeError
 from indexer.folder import ANOTHER_FOLDER, as_map_error, lock_to_write, open_to_write, sign
 from indexer.layout import (
     CPU,
@@ -27,6 +27,7 @@ from indexer.layout import (
     META_GENERATION,
     META_HEARTBEAT,
     META_SCHEMA,
+    MOST_STREAMS,
     SCHEMA_VERSION,
     Counters,
     Name,
@@ -112,7 +113,7 @@ class MapWriter:
             if registered:
                 with self.group() as group:
                     for registration in registered:
-                        self.open_stream(group, registration)
+                        self._open(group, registration)
             undo.pop_all()
 
     def _start(self, boot: bytes) -> list[Registration]:
@@ -223,7 +224,15 @@ class MapWriter:
     # streams
 
     def open_stream(self, group: Group, registration: Registration) -> StreamRecord:
-        """A first generation for a stream that is new or was removed."""
+        """A first generation for a stream that is new or was removed.
+
+        Raises MapFullError where too few slots would be left to begin a generation of any stream anew.
+        """
+        if len(self.streams) >= MOST_STREAMS:
+            raise MapFullError(
+                f"the map in {self.path} has {len(self.streams)} streams, as many as it can; "
+                "unregister some, or divide the replicas among several indexers"
+            )
         return self._open(group, registration)
 
     def _open(self, group: Group, registration: Registration, rank: int | None = None) -> StreamRecord:
@@ -269,7 +278,7 @@ class MapWriter:
     def renew(self, group: Group, record: StreamRecord) -> StreamRecord:
         """The next generation of a stream, empty; its slot is retired in one write.
 
-        Raises MapFullError when all slots are in use.
+        Raises SlotsTakenError when all slots are in use.
         """
         self._retire(group, record)
         renewed = self._open(group, record.registration, record.rank)
@@ -294,7 +303,7 @@ class MapWriter:
         used = self._retired.keys() | {record.slot for record in self.streams.values()}
         slot = next(slot for slot in range(len(used) + 1) if slot not in used)
         if slot >= MAX_SLOTS:
-            raise MapFullError(f"all {MAX_SLOTS} slots of the map in {self.path} are in use")
+            raise SlotsTakenError(f"all {MAX_SLOTS} slots of the map in {self.path} are in use")
         return slot
 
     def _next_generation(self, group: Group) -> int:

@@ -11,10 +11,11 @@ from typing import Any
 import lmdb
 import pytest
 
+from events.publisher import encode
 from events.schema import AllBlocksCleared
-from events.stream import Connected
+from events.stream import Connected, Frame
 from indexer.blocks import StreamBlocks
-from indexer.errors import MapError, MapSchemaError, RegistrationError
+from indexer.errors import MapError, MapFullError, MapSchemaError, RegistrationError
 from indexer.folder import DAMAGED_FILE, DATA_FILE
 from indexer.layout import MAX_SLOTS
 from indexer.rank import RELEARN_AFTER
@@ -79,6 +80,41 @@ def test_clears_faster_than_one_collection_a_step_never_use_up_the_slots(rig: An
         rig.say(a, *[event for _ in range(150) for event in (hasher.stored(PROMPT[:4]), AllBlocksCleared())])
     assert rig.record(a).counters.cleared == 3_000
     assert rig.ingest.failures == 0
+
+
+def test_as_many_streams_as_there_can_be_leave_slots_to_begin_anew(
+    rig: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("indexer.writer.MAX_SLOTS", 8)
+    monkeypatch.setattr("indexer.writer.MOST_STREAMS", 7, raising=False)
+    streams = [rig.follow(f"A{number}") for number in range(7)]
+    with pytest.raises(MapFullError, match="7 streams, as many as it can"):
+        rig.follow("one more")
+    for stream in streams:
+        rig.say(stream, engine().stored(PROMPT))
+    for stream in streams:
+        rig.feed.inbox.put(stream, Frame(0, encode([engine().stored(PROMPT[:8])], 2.0, None)))  # all restart
+    for _ in range(20):
+        rig.ingest.work()
+    assert set(rig.held(PROMPT).values()) == {(8, 8, 8)}
+    assert {rig.record(stream).counters.evicted for stream in streams} == {0}
+    rig.ingest.forget("A0", "m")
+    rig.follow("B")
+
+
+def test_a_batch_that_needs_more_slots_than_there_are_costs_only_itself(rig: Any, engine: Any) -> None:
+    a, b = rig.follow("A"), rig.follow("B")
+    rig.say(b, engine().stored(PROMPT))
+    rig.say(a, engine().stored(PROMPT))
+    clears = [event for _ in range(MAX_SLOTS) for event in (engine().stored(PROMPT[:4]), AllBlocksCleared())]
+    rig.feed.inbox.put(*rig.frame(a, *clears))
+    rig.feed.inbox.put(*rig.frame(b, engine().stored([*PROMPT, *PROMPT])))
+    for _ in range(20):
+        rig.ingest.work()
+    assert rig.record(a).counters.skipped == {"no_room": 1}
+    assert rig.record(a).state == "partial"
+    assert rig.held([*PROMPT, *PROMPT])["B"] == (56, 56, 56)
+    assert rig.record(a).counters.evicted + rig.record(b).counters.evicted == 0
 
 
 def test_a_block_size_learned_from_a_stray_event_is_learned_again(rig: Any, engine: Any) -> None:
