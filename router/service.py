@@ -43,6 +43,7 @@ from router.metrics import RouterMetrics
 from router.plan import Planner
 from router.policies import POLICIES
 from router.poller import Poller
+from router.pool import PooledUpstream
 from router.processes import Worker
 from router.refusal import refusal
 from router.registrar import Registrar
@@ -155,7 +156,8 @@ async def router_app(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls))
         )
         session = await stack.enter_async_context(_session(settings, settings.upstream_keepalive_s, tls))
-        fresh = await stack.enter_async_context(_session(settings, 0.0, tls))
+        if upstream is None:
+            upstream = await stack.enter_async_context(_upstream(settings, session, tls))
         rng = random.Random(settings.seed)
         fleet = Fleet(
             specs,
@@ -190,7 +192,7 @@ async def router_app(
             Decider(
                 fleet, chooser, rules.default, POLICIES["least-loaded"], max_inflight=settings.max_inflight
             ),
-            upstream or AiohttpUpstream(session, fresh),
+            upstream,
             metrics,
             tracing,
             router.decisions,
@@ -249,6 +251,27 @@ def _session(settings: RouterSettings, keepalive_s: float, tls: ssl.SSLContext) 
     return upstream_session(
         settings.connect_timeout_s, settings.idle_timeout_s, keepalive_s, settings.header_limit_bytes, tls
     )
+
+
+@asynccontextmanager
+async def _upstream(
+    settings: RouterSettings, session: aiohttp.ClientSession, tls: ssl.SSLContext
+) -> AsyncIterator[Upstream]:
+    if settings.upstream_client == "aiohttp":
+        async with _session(settings, 0.0, tls) as fresh:
+            yield AiohttpUpstream(session, fresh)
+        return
+    pool = PooledUpstream(
+        settings.connect_timeout_s,
+        settings.idle_timeout_s,
+        settings.upstream_keepalive_s,
+        settings.header_limit_bytes,
+        tls,
+    )
+    try:
+        yield pool
+    finally:
+        pool.close()
 
 
 def _both(first: Callable[_P, None], second: Callable[_P, None]) -> Callable[_P, None]:

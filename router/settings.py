@@ -19,6 +19,7 @@ from router.rules import Rule, Rules
 from router.server import Limits
 
 SAME = "same"
+UPSTREAM_CLIENTS = ("pool", "aiohttp")
 ADMIN_PORT_OFFSET = 1000
 
 
@@ -226,6 +227,13 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "the replica keeps it (vLLM: 5 s). 0: none is kept.",
         ),
     ] = 4.0
+    upstream_client: Annotated[
+        str,
+        Meta(
+            description="What sends requests to replicas: 'pool', connections of our own, or 'aiohttp', its "
+            "client session, which costs more CPU."
+        ),
+    ] = "pool"
     lookup_timeout_s: Annotated[float, Meta(gt=0, description="Time for asking the index, seconds.")] = 0.2
     tokenize_timeout_s: Annotated[
         float, Meta(gt=0, description="Time for tokenising a prompt, here or by an engine, seconds.")
@@ -340,6 +348,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise SettingsError("--kubernetes and --kubernetes-selector: give both or neither")
         parse_tokenizers(self.tokenizer)
         parse_keys(self.api_key)
+        if self.upstream_client not in UPSTREAM_CLIENTS:
+            raise SettingsError(
+                f"--upstream-client {self.upstream_client}: choose one of {', '.join(UPSTREAM_CLIENTS)}"
+            )
         if self.admin_address() is None and self.workers > 1:
             raise SettingsError("--admin-listen same with --workers: each worker has pages of its own")
         if self.indexer is not None:

@@ -120,13 +120,13 @@ class AiohttpUpstream:
         except aiohttp.ConnectionTimeoutError as error:
             raise ConnectTimeoutError("no connection within the connect timeout") from error
         except aiohttp.ClientConnectorError as error:
-            raise UnreachableError(_told(error)) from error
+            raise UnreachableError(told(error)) from error
         except (aiohttp.ServerTimeoutError, TimeoutError) as error:
             raise UpstreamTimeoutError("no answer within the idle timeout") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError) as error:
-            raise DisconnectedError(_told(error), stale=connection.reused) from error
+            raise DisconnectedError(told(error), stale=connection.reused) from error
         except aiohttp.ClientError as error:
-            raise UpstreamError(f"an answer that is no HTTP: {_told(error)}") from error
+            raise UpstreamError(f"an answer that is no HTTP: {told(error)}") from error
         return _AiohttpAnswer(answer)
 
 
@@ -143,12 +143,12 @@ class _AiohttpAnswer:
         except (aiohttp.ServerTimeoutError, TimeoutError) as error:
             raise UpstreamTimeoutError("the replica was silent for longer than the idle timeout") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise BrokenAnswerError(f"the replica's answer broke off: {_told(error)}") from error
+            raise BrokenAnswerError(f"the replica's answer broke off: {told(error)}") from error
 
     def close(self) -> None:
         # Closing is a no-op for an answer that was read to its end: its connection is back in the pool.
         self._answer.close()
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     return str(error) or type(error).__name__

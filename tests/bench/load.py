@@ -98,6 +98,7 @@ class Measured:
     """A process under measurement, with an HTTP port."""
 
     def __init__(self, command: list[str], port: int, log: Path) -> None:
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=file)

@@ -269,10 +269,17 @@ async def start_engine() -> AsyncIterator[StartEngine]:
 
 
 @pytest.fixture
-async def start_router(start_engine: StartEngine) -> AsyncIterator[StartRouter]:
+def upstream_client() -> str:
+    """What requests are sent with; modules about the relay run over all of them."""
+    return "pool"
+
+
+@pytest.fixture
+async def start_router(start_engine: StartEngine, upstream_client: str) -> AsyncIterator[StartRouter]:
     async with AsyncExitStack() as stack:
 
         async def start(*engines: FakeEngine | str, **settings: Any) -> RunningRouter:
+            settings = {"upstream_client": upstream_client} | settings
             return await stack.enter_async_context(running_router(*engines, **settings))
 
         yield start

@@ -11,8 +11,14 @@ import pytest
 from aiohttp import web
 
 from router.outliers import Standing
+from router.settings import UPSTREAM_CLIENTS
 
 BODY = {"model": "m", "prompt": [1]}
+
+
+@pytest.fixture(params=UPSTREAM_CLIENTS)
+def upstream_client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def answering(status: int, body: bytes = b'{"error":{"code":500}}', *, chunked: bool = False) -> Any:

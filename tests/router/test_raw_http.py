@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from router.settings import UPSTREAM_CLIENTS
+
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: r\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(params=UPSTREAM_CLIENTS)
+def upstream_client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 class Exchanged:

@@ -14,8 +14,15 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
+from router.settings import UPSTREAM_CLIENTS
+
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 Connection = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture(params=UPSTREAM_CLIENTS)
+def upstream_client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes:

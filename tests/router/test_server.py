@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.answer import AnswerTap
-from router.upstream import AiohttpUpstream
+from router.pool import PooledUpstream
 
 BODY = b'{"model":"m","prompt":[1,2,3]}'
 
@@ -116,7 +116,7 @@ async def test_px14_an_unforeseen_error_is_a_500_in_openais_shape_and_logged_onc
     async def surprise(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("sk-LEAK")
 
-    monkeypatch.setattr(AiohttpUpstream, "send", surprise)
+    monkeypatch.setattr(PooledUpstream, "send", surprise)
     router = await start_router(await start_engine())
     for _ in range(3):
         status, headers, body = await answer_to(router, post(b"X-Request-Id: abc"))

@@ -1,0 +1,299 @@
+"""Connections to engines, kept alive: aiohttp's own protocol for answers, without its client session around
+it, which costs 100 to 200 microseconds a request (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from functools import lru_cache
+from typing import Any
+
+import aiohappyeyeballs
+import aiohttp
+import msgspec
+from aiohttp import http_writer
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http_exceptions import HttpProcessingError
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from router.errors import (
+    BrokenAnswerError,
+    ConnectTimeoutError,
+    DisconnectedError,
+    UnreachableError,
+    UpstreamError,
+    UpstreamTimeoutError,
+)
+from router.upstream import DNS_TTL_S, READ_BUFFER_BYTES, UpstreamAnswer, told
+
+PIECE_BYTES = 256 * 1024
+"""Bodies up to this go out in one step with their head, longer ones in pieces."""
+NEXT_ADDRESS_AFTER_S = 0.25
+"""How long the first of several addresses is waited for alone (RFC 8305)."""
+BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where a replica is. ``authority`` is what it is called in the Host header."""
+
+    host: str
+    port: int
+    is_tls: bool
+    authority: str
+
+
+@lru_cache(1024)
+def _origin(text: str) -> Origin:
+    url = URL(text, encoded=True)
+    assert url.raw_host is not None
+    assert url.port is not None
+    return Origin(url.raw_host, url.port, url.scheme == "https", url.host_port_subcomponent or "")
+
+
+def origin_and_target(url: str) -> tuple[Origin, str]:
+    """``http://host:8000/v1/x?y`` as where it is and what is asked there."""
+    end = url.find("/", url.index("://") + 3)
+    return (_origin(url), "/") if end < 0 else (_origin(url[:end]), url[end:])
+
+
+class PooledUpstream:
+    """The upstream over connections of our own. They are kept for ``keepalive_s`` seconds without a request;
+    0 keeps none. ``header_bytes`` is the most that a header of an answer may take; ``tls`` is for https.
+    """
+
+    def __init__(
+        self,
+        connect_timeout_s: float,
+        idle_timeout_s: float,
+        keepalive_s: float,
+        header_bytes: int,
+        tls: ssl.SSLContext,
+    ) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._keepalive_s = keepalive_s
+        self._header_bytes = header_bytes
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._names = _Names()
+        self._idle: dict[Origin, list[tuple[ResponseHandler, float]]] = {}
+        self._sweep_timer: asyncio.TimerHandle | None = None
+
+    async def send(
+        self, method: str, url: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
+    ) -> UpstreamAnswer:
+        origin, target = origin_and_target(url)
+        kept = None if fresh else self._take(origin)
+        connection = kept if kept is not None else await self._connect(origin)
+        closes = fresh or not self._keepalive_s
+        head = _head(f"{method} {target} HTTP/1.1", origin, headers, _length(method, body), closes=closes)
+        connection.set_response_params(
+            skip_payload=method == "HEAD",
+            read_until_eof=True,
+            auto_decompress=False,
+            read_timeout=self._idle_timeout_s,
+            read_bufsize=READ_BUFFER_BYTES,
+            max_line_size=self._header_bytes,
+            max_field_size=self._header_bytes,
+        )
+        if closes:
+            connection.force_close()
+        answer = _PooledAnswer(self, origin, connection)
+        try:
+            await answer.begin(head, body)
+        except (aiohttp.ServerTimeoutError, TimeoutError) as error:
+            raise UpstreamTimeoutError("no answer within the idle timeout") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise DisconnectedError(told(error), stale=kept is not None) from error
+        except HttpProcessingError as error:
+            raise UpstreamError(f"an answer that is no HTTP: {told(error)}") from error
+        finally:
+            if not answer.begun:
+                answer.close()
+        return answer
+
+    def close(self) -> None:
+        """Closes the connections that nobody uses."""
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+        for connections in self._idle.values():
+            for connection, _ in connections:
+                connection.close()
+        self._idle.clear()
+
+    def keep(self, origin: Origin, connection: ResponseHandler) -> None:
+        """Takes back a connection whose answer was read to its end."""
+        if connection.should_close:
+            connection.close()
+            return
+        self._idle.setdefault(origin, []).append((connection, self._loop.time()))
+        if self._sweep_timer is None:
+            self._sweep_timer = self._loop.call_later(self._keepalive_s, self._sweep)
+
+    def _take(self, origin: Origin) -> ResponseHandler | None:
+        """The connection that was used last, of those that can be used."""
+        idle = self._idle.get(origin)
+        while idle:
+            connection, since = idle.pop()
+            if self._is_usable(connection, since):
+                return connection
+            connection.close()
+        return None
+
+    def _is_usable(self, connection: ResponseHandler, since: float) -> bool:
+        is_young = self._loop.time() - since < self._keepalive_s
+        return is_young and connection.is_connected() and not connection.should_close
+
+    def _sweep(self) -> None:
+        self._sweep_timer = None
+        for origin, connections in tuple(self._idle.items()):
+            left = []
+            for connection, since in connections:
+                if self._is_usable(connection, since):
+                    left.append((connection, since))
+                else:
+                    connection.close()
+            if left:
+                self._idle[origin] = left
+            else:
+                del self._idle[origin]
+        if self._idle:
+            self._sweep_timer = self._loop.call_later(self._keepalive_s, self._sweep)
+
+    async def _connect(self, origin: Origin) -> ResponseHandler:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                return await self._dial(origin)
+        except TimeoutError as error:
+            raise ConnectTimeoutError("no connection within the connect timeout") from error
+        except OSError as error:
+            raise UnreachableError(told(error)) from error
+
+    async def _dial(self, origin: Origin) -> ResponseHandler:
+        dialled = await aiohappyeyeballs.start_connection(
+            await self._names.addresses(origin.host, origin.port),
+            happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S,
+            interleave=1,
+            loop=self._loop,
+        )
+        try:
+            _, connection = await self._loop.create_connection(
+                lambda: ResponseHandler(self._loop),
+                sock=dialled,
+                ssl=self._tls if origin.is_tls else None,
+                server_hostname=origin.host if origin.is_tls else None,
+            )
+        except BaseException:
+            dialled.close()
+            raise
+        return connection
+
+
+class _PooledAnswer:
+    def __init__(self, pool: PooledUpstream, origin: Origin, connection: ResponseHandler) -> None:
+        self._pool = pool
+        self._origin = origin
+        self._connection: ResponseHandler | None = connection
+        self._writing: asyncio.Task[None] | None = None
+        self.begun = False
+
+    async def begin(self, head: bytes, body: bytes) -> None:
+        """Sends the request and reads the head of the answer, which may come before all of a long body is
+        gone.
+        """
+        connection = self._connection
+        assert connection is not None
+        assert connection.transport is not None
+        if len(body) <= PIECE_BYTES:
+            connection.transport.write(head + body)
+        else:
+            connection.transport.write(head)
+            self._writing = asyncio.create_task(_write(connection, body))
+        connection.start_timeout()
+        message, self._payload = await connection.read()
+        while 100 <= message.code < 200 and message.code != 101:
+            message, self._payload = await connection.read()
+        self.status: int = message.code
+        self.headers: CIMultiDictProxy[str] = message.headers
+        self.begun = True
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            while chunk := await self._payload.readany():
+                yield chunk
+        except (aiohttp.ServerTimeoutError, TimeoutError) as error:
+            raise UpstreamTimeoutError("the replica was silent for longer than the idle timeout") from error
+        except (aiohttp.ClientError, ConnectionError, HttpProcessingError) as error:
+            raise BrokenAnswerError(f"the replica's answer broke off: {told(error)}") from error
+        if self._connection is not None and (self._writing is None or self._writing.done()):
+            self._pool.keep(self._origin, self._connection)
+            self._connection = None
+
+    def close(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+async def _write(connection: ResponseHandler, body: bytes) -> None:
+    """A long body in pieces, as fast as they are taken. A connection that ends is its reader's to tell."""
+    try:
+        for start in range(0, len(body), PIECE_BYTES):
+            await connection._drain_helper()
+            if connection.transport is not None:
+                connection.transport.write(memoryview(body)[start : start + PIECE_BYTES])
+                connection.start_timeout()
+    except ConnectionError:
+        return
+
+
+def _length(method: str, body: bytes) -> int | None:
+    return len(body) if body or method not in BODILESS_METHODS else None
+
+
+def _head(line: str, origin: Origin, headers: CIMultiDict[str], length: int | None, *, closes: bool) -> bytes:
+    """Raises ValueError for headers with control characters."""
+    sent = CIMultiDict({"Host": origin.authority})
+    sent.extend(headers)
+    if length is not None:
+        sent["Content-Length"] = str(length)
+    if closes:
+        sent["Connection"] = "close"
+    head: bytes = http_writer._serialize_headers(line, sent)
+    return head
+
+
+class _Names:
+    """The addresses of hosts, asked for again after ``DNS_TTL_S``, by one at a time."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[str, int], tuple[float, asyncio.Task[list[Any]]]] = {}
+
+    async def addresses(self, host: str, port: int) -> list[Any]:
+        """As ``getaddrinfo`` gives them. Raises OSError."""
+        try:
+            # Of a numeric address; anything else would hold the loop.
+            return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        except socket.gaierror:
+            return await asyncio.shield(self._ask(host, port))
+
+    def _ask(self, host: str, port: int) -> asyncio.Task[list[Any]]:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for key, (until, task) in tuple(self._asked.items()):
+            if until <= now or _failed(task):
+                del self._asked[key]
+        if (host, port) not in self._asked:
+            task = loop.create_task(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            self._asked[host, port] = now + DNS_TTL_S, task
+        return self._asked[host, port][1]
+
+
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

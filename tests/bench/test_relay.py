@@ -1,0 +1,259 @@
+"""What the relay costs, routing decision included, beside other routers in one run.
+
+``WARMROUTE_LOAD_TOOLS`` is a folder with ``mock_backend.c``, the engines' stand-in; without it nothing runs.
+``WARMROUTE_PEERS`` is a folder of programs (the ``bin`` of a virtual environment): ``vllm-router``, ``smg``
+and ``sglang-router`` are measured where they are there. Router on one core, load on another, in turns; CPU
+counts and not requests per second, as the machine is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from events.publisher import Publisher, encode
+from events.schema import BlockStored
+from router.conversation import Chat
+from router.local_tokenizer import load_tokenizer
+from router.token_cache import TokenCache
+from tests.bench.load import (
+    BLOCK_SIZE,
+    Measured,
+    fleet,
+    free_port,
+    indexer,
+    publish,
+    publishers,
+    registrations,
+    wait_until,
+)
+from tests.bench.relay_load import MODEL, Bodies, closed, p50_ms, p99_ms, paced
+
+TOOLS = os.environ.get("WARMROUTE_LOAD_TOOLS", "")
+PEERS = Path(os.environ.get("WARMROUTE_PEERS", "/nowhere"))
+BLOCKS = int(os.environ.get("WARMROUTE_BENCH_BLOCKS", "1_000_000"))
+SECONDS = float(os.environ.get("WARMROUTE_BENCH_S", "3"))
+TOKENIZER = Path(__file__).parents[3] / "shared" / "data" / "smollm2-tokenizer"
+REPLICAS = 8
+CLIENTS = 8
+RATE = 50.0
+STREAMS, CHUNKS, PACE_US = 100, 50, 20_000
+SIZES = {"400 B": 400, "8 kB": 8_000, "128 kB": 128_000}
+CORES = sorted(os.sched_getaffinity(0))
+
+
+class Cost(msgspec.Struct):
+    """By size of the prompt: CPU of a request, microseconds; median time of one at ``RATE``, milliseconds."""
+
+    cpu_us: dict[str, float] = {}
+    p50_ms: dict[str, float] = {}
+
+
+class Streams(msgspec.Struct, frozen=True):
+    """CPU of a chunk, its share of the request included, microseconds; time to the first chunk."""
+
+    chunk_us: float
+    first_p50_ms: float
+    first_p99_ms: float
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[int]]]:
+    """Starts engines' stand-ins on ``REPLICAS`` ports; ``renders``: they tell tokens, as vllm-router asks."""
+    folder, started = tmp_path_factory.mktemp("load"), []
+    program = folder / "mock_backend"
+    subprocess.run(["cc", "-O2", "-w", "-o", program, Path(TOOLS) / "mock_backend.c"], check=True)
+
+    def start(*, renders: bool = False) -> list[int]:
+        first = free_row(REPLICAS)
+        environment = {**os.environ, **({"MOCK_RENDER": "1"} if renders else {})}
+        started.append(subprocess.Popen([program, str(first), str(REPLICAS)], env=environment))
+        ports = [first + number for number in range(REPLICAS)]
+        wait_until(lambda: answers(ports[-1]), 10)
+        return ports
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait()
+
+
+def free_row(count: int) -> int:
+    """The first of ``count`` free ports in a row, below those that the system hands out."""
+    while True:
+        first = random.randrange(12_000, 30_000)
+        try:
+            with ExitStack() as stack:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                return first
+        except OSError:
+            continue
+
+
+def answers(port: int, path: str = "/health") -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def pace(port: int, *, chunks: int, delay_us: int) -> None:
+    assert answers(port, f"/__set?chunks={chunks}&delay_us={delay_us}")
+
+
+@contextmanager
+def filled_map(folder: Path, prefixes: list[str]) -> Iterator[list[Publisher]]:
+    """An indexer's map of ``BLOCKS`` blocks, and the ``prefixes`` on one replica each; it stays live."""
+    made, cache = fleet(BLOCKS, REPLICAS), TokenCache(1)
+    tokenizer = load_tokenizer(str(TOKENIZER), "bench", cache)
+    with ExitStack() as stack:
+        opened = stack.enter_context(publishers(REPLICAS))
+        writer = indexer(folder / "map", folder / "indexer.log")
+        stack.callback(writer.end)
+        writer.await_health()
+        for body in registrations(opened):
+            writer.ask("/register", {**body, "model_name": MODEL})
+        time.sleep(1)
+        publish(made, opened, 60_000)
+        last = array("I")
+        for number, prefix in enumerate(prefixes):
+            chat = Chat(Bodies.messages(prefix, ""), None, {"add_generation_prompt": True})
+            last = tokenizer.encode(tokenizer.render(chat), False)
+            count = len(last) // BLOCK_SIZE - 1
+            hashes = [os.urandom(8) for _ in range(count)]
+            event = BlockStored(
+                hashes, None, last[: count * BLOCK_SIZE], BLOCK_SIZE, group_kind="full_attention"
+            )
+            opened[number % REPLICAS].publish_payload(encode([event], 0.0, 0, "map"))
+        asked = {"model_name": MODEL, "token_ids": last.tolist()}
+        wait_until(lambda: any(writer.ask("/query", asked)["scores"].values()), 120, 0.5)
+        yield opened
+
+
+def pinned(core: int, *command: str) -> list[str]:
+    return ["taskset", "-c", str(core), *command]
+
+
+def ours(ports: list[int], folder: Path) -> Measured:
+    listen = free_port()
+    replicas = [f"--replica={number}=http://127.0.0.1:{port}" for number, port in enumerate(ports)]
+    command = [sys.executable, "-m", "warmroute", "--log-level", "warning", "router"]
+    command += ["--listen", f"127.0.0.1:{listen}", "--map", str(folder / "map"), *replicas]
+    command += [f"--tokenizer={MODEL}={TOKENIZER}"]
+    return Measured(pinned(CORES[0], *command), listen, folder / "router.log")
+
+
+def peer(name: str, ports: list[int], folder: Path, opened: list[Publisher]) -> Measured:
+    listen = free_port()
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    program = [str(PEERS / name)] if name == "vllm-router" else [str(PEERS / name), "launch"]
+    command = [*program, "--host", "127.0.0.1", "--port", str(listen), "--worker-urls", *urls]
+    command += [
+        "--prometheus-port",
+        str(free_port()),
+        "--log-level",
+        "warn" if name != "vllm-router" else "warning",
+    ]
+    if name == "vllm-router":
+        command += [
+            "--policy",
+            "kv_aware",
+            "--kv-event-model",
+            MODEL,
+            "--kv-event-block-size",
+            str(BLOCK_SIZE),
+        ]
+        for url, publisher in zip(urls, opened, strict=True):
+            command += [
+                "--kv-event-source",
+                f"{url}=tcp://127.0.0.1:{str(publisher.endpoint).rpartition(':')[2]}",
+            ]
+    else:
+        command += ["--policy", "cache_aware"]
+    return Measured(pinned(CORES[0], *command), listen, folder / f"{name}.log")
+
+
+async def request_cost(router: Measured | None, port: int, *, warm: bool) -> Cost:
+    cost = Cost()
+    for name, size in SIZES.items():
+        body = Bodies(size, warm=warm)
+        await closed(port, body, connections=4, seconds=1)
+        if router is not None:
+            before = router.cpu_s()
+            answered = await closed(port, body, connections=CLIENTS, seconds=SECONDS)
+            cost.cpu_us[name] = (router.cpu_s() - before) / len(answered) * 1e6
+        answered = await paced(port, body, rate=RATE, seconds=SECONDS)
+        cost.p50_ms[name] = p50_ms(answer.whole_s for answer in answered)
+    return cost
+
+
+async def stream_cost(router: Measured | None, port: int, backend: int) -> Streams:
+    pace(backend, chunks=CHUNKS, delay_us=PACE_US)
+    body = Bodies(400, warm=True, stream=True)
+    before = router.cpu_s() if router else 0.0
+    answered = await closed(port, body, connections=STREAMS, seconds=SECONDS)
+    used = router.cpu_s() - before if router else 0.0
+    chunks = sum(answer.chunks for answer in answered)
+    firsts = [answer.first_s for answer in answered]
+    return Streams(used / chunks * 1e6, p50_ms(firsts), p99_ms(firsts))
+
+
+@pytest.mark.skipif(
+    not TOOLS or not TOKENIZER.exists(), reason="WARMROUTE_LOAD_TOOLS is not set, or no tokenizer"
+)
+def test_relay_cost(backend: Callable[..., list[int]], tmp_path: Path) -> None:
+    prefixes = [prefix for size in SIZES.values() for prefix in Bodies(size, warm=True).prefixes]
+    os.sched_setaffinity(0, {CORES[-1]})
+    ports = backend()
+    with filled_map(tmp_path, prefixes) as opened:
+        direct = asyncio.run(request_cost(None, ports[0], warm=True))
+        table = Table(*["", *[f"{what} {size}" for what in ("CPU us", "added p50 ms") for size in SIZES]])
+        streams = Table("", "CPU us per chunk", "first chunk p50 ms", "p99 ms", "RSS MB")
+        straight = asyncio.run(stream_cost(None, ports[0], ports[0]))
+        streams.add_row("no router", "", f"{straight.first_p50_ms:.1f}", f"{straight.first_p99_ms:.1f}", "")
+        routers: list[tuple[str, Callable[[], Measured], list[int]]] = [
+            ("warmroute", lambda: ours(ports, tmp_path), ports)
+        ]
+        for name in ("vllm-router", "smg", "sglang-router"):
+            if (PEERS / name).exists():
+                theirs = backend(renders=True) if name == "vllm-router" else ports
+                routers.append(
+                    (name, lambda name=name, theirs=theirs: peer(name, theirs, tmp_path, opened), theirs)
+                )
+        for name, start, behind in routers:
+            pace(ports[0], chunks=CHUNKS, delay_us=0)
+            router = start()
+            try:
+                router.await_health(60)
+                time.sleep(2)
+                for warm in (True, False):
+                    cost = asyncio.run(request_cost(router, router.port, warm=warm))
+                    row = [f"{cost.cpu_us[size]:,.0f}" for size in SIZES]
+                    row += [f"{cost.p50_ms[size] - direct.p50_ms[size]:.2f}" for size in SIZES]
+                    table.add_row(f"{name}, {'warm' if warm else 'cold'}", *row)
+                told = asyncio.run(stream_cost(router, router.port, behind[0]))
+                row = [f"{told.chunk_us:.0f}", f"{told.first_p50_ms:.1f}", f"{told.first_p99_ms:.1f}"]
+                streams.add_row(name, *row, f"{router.rss() / 1e6:.0f}")
+            finally:
+                router.end()
+    console = Console(width=160)
+    console.print(f"\nload of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    console.print(table)
+    console.print(streams)
