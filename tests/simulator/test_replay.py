@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from simulator.fleet import Shape
+from simulator.replay import replay
+from simulator.trace import read_trace
+from warmroute import main
+
+MOONCAKE = Path("/work/shared/data/mooncake_conversation_trace.jsonl")
+NUMBERS = {
+    "requests",
+    "hit_rate",
+    "ttft_mean_s",
+    "ttft_p95_s",
+    "ttft_p99_s",
+    "load_max_over_mean",
+}
+
+
+def test_replay_prints_the_numbers_of_each_policy(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 500 * n, "input_length": 1030, "output_length": 5, "hash_ids": [1, 2, n]}
+        for n in range(10, 30)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["replay", str(trace), "--policy", "cache-aware,pooled", "--replicas", "2"]
+    said = json.loads(CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False).stdout)
+    assert list(said) == ["cache-aware", "pooled"]
+    assert all(set(numbers) == NUMBERS for numbers in said.values())
+    assert said["cache-aware"]["requests"] == 20
+    assert said["cache-aware"]["hit_rate"] == pytest.approx(19 * 1024 / (20 * 1030))
+    assert "cache-aware" in CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
+
+
+def test_replay_refuses_in_one_line(tmp_path: Path) -> None:
+    for arguments, complaint in (
+        (["workload:none"], "unknown workload 'none'"),
+        ([str(tmp_path / "none")], "cannot read the trace"),
+        (["workload:rag", "--policy", "none"], "unknown --policy 'none'"),
+    ):
+        result = CliRunner().invoke(main, ["replay", *arguments])
+        assert result.exit_code == 2
+        assert complaint in result.output
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason=f"needs {MOONCAKE}")
+def test_on_the_mooncake_trace_cache_aware_is_near_the_limit() -> None:
+    trace = read_trace(MOONCAKE)[:2000]
+    aware, plain, limit = (replay(trace, name, Shape()) for name in ("cache-aware", "lowest-ttft", "pooled"))
+    assert aware.hit_rate >= 1.1 * plain.hit_rate
+    assert aware.hit_rate >= 0.93 * limit.hit_rate
+    assert aware.ttft_mean_s < plain.ttft_mean_s
