@@ -139,4 +139,6 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 def header_value(text: str) -> str:
     """``text`` as a header may carry it: one line of printable ASCII."""
     line = " ".join(text.split())[:MAX_REASON_CHARS]
+    if line.isascii() and line.isprintable():
+        return line
     return "".join(char if " " <= char <= "~" else "?" for char in line)

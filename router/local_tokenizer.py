@@ -24,6 +24,9 @@ from router.token_cache import TokenCache
 
 log = logging.getLogger(__name__)
 
+AT_ONCE_CHARS = 512
+"""New text that is tokenised in about the time that a thread takes to begin."""
+
 
 class TokenizerLoadError(RouterError):
     """A tokenizer that could not be loaded, and why."""
@@ -69,19 +72,32 @@ class LocalTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> array[int]:
         """The ids of a text, most of them from the cache if it goes on from one that was seen."""
-        if add_special_tokens and self._around is None:
-            return array("I", self._backend.encode(text, add_special_tokens=True).ids)
-        ids = array("I")
+        ids = self._encode(text, add_special_tokens, len(text))
+        assert ids is not None
+        return ids
+
+    def encode_at_once(self, text: str, add_special_tokens: bool) -> array[int] | None:
+        """As :meth:`encode`, where next to nothing of the text is new; else None."""
+        return self._encode(text, add_special_tokens, AT_ONCE_CHARS)
+
+    def _encode(self, text: str, add_special_tokens: bool, most_new: int) -> array[int] | None:
+        """None if more than ``most_new`` characters are not in the cache."""
         around = self._around if add_special_tokens else None
-        if around:
-            ids.extend(around.before)
-        if self._cuts is None:
-            ids.extend(self._backend.encode(text, add_special_tokens=False).ids)
-        else:
-            for piece in self._cuts.pieces(text):
-                ids.extend(self._piece(piece))
-        if around:
-            ids.extend(around.behind)
+        if self._cuts is None or (add_special_tokens and around is None):
+            if len(text) > most_new:
+                return None
+            return array("I", self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids = array("I", around.before if around else ())
+        for piece in self._cuts.pieces(text):
+            digest = _digest(piece)
+            kept = self._cache.get(self._name, digest)
+            if kept is None:
+                most_new -= len(piece)
+                if most_new < 0:
+                    return None
+                kept = self._make(piece, digest)
+            ids.extend(kept)
+        ids.extend(around.behind if around else ())
         return ids
 
     def encode_before_media(self, chat: Chat, replaced: Chat) -> array[int]:
@@ -109,18 +125,24 @@ class LocalTokenizer:
         return ids
 
     def _piece(self, piece: str) -> array[int]:
-        digest = xxh3_128_digest(piece.encode("utf-8", "surrogatepass"))
+        digest = _digest(piece)
         kept = self._cache.get(self._name, digest)
-        if kept is None:
-            kept = array("I", self._backend.encode(piece, add_special_tokens=False).ids)
-            self._cache.put(self._name, self._cache.era(self._name), digest, kept)
-        return kept
+        return self._make(piece, digest) if kept is None else kept
+
+    def _make(self, piece: str, digest: bytes) -> array[int]:
+        ids = array("I", self._backend.encode(piece, add_special_tokens=False).ids)
+        self._cache.put(self._name, self._cache.era(self._name), digest, ids)
+        return ids
 
     def content_format(self) -> ContentFormat:
         """What the template seems to want of a message's content, where no engine can be asked: parts if it
         goes through something called content.
         """
         return self._content_format
+
+
+def _digest(piece: str) -> bytes:
+    return xxh3_128_digest(piece.encode("utf-8", "surrogatepass"))
 
 
 def _content_format(template: str | dict[str, str] | None) -> ContentFormat:

@@ -32,6 +32,11 @@ log = logging.getLogger(__name__)
 RELOAD_AFTER_S = 300.0
 """How long a tokenizer that could not be loaded is not tried again."""
 WAITING_PER_THREAD = 16
+AT_ONCE_BYTES, AT_ONCE_MESSAGES = 256 * 1024, 32
+"""What is read and put into its template on the loop, within a millisecond, to see whether its tokens are
+known.
+"""
+TRUSTED = ("agrees", "unverifiable")
 
 State = Literal["loading", "failed", "unchecked", "agrees", "differs", "unverifiable"]
 Work = Callable[[LocalTokenizer, RequestBody, ContentFormat], "array[int]"]
@@ -125,6 +130,13 @@ class LocalTokens:
 
     async def tokens(self, model: str, body: RequestBody) -> array[int] | Fallback:
         """The ids of a request's text or chat, or why they cannot be told here."""
+        local = self._locals[model]
+        if local.tokenizer is not None and local.state in TRUSTED:
+            # What is left to the thread, and what fails, comes to the same there.
+            with contextlib.suppress(Exception):
+                ids = _tokens_at_once(local.tokenizer, body, local.content_format or "string")
+                if ids is not None:
+                    return ids
         return await self._try(model, body, _tokens)
 
     async def tokens_before_media(self, model: str, body: RequestBody) -> array[int] | Fallback:
@@ -134,7 +146,7 @@ class LocalTokens:
     async def _try(self, model: str, body: RequestBody, work: Work) -> array[int] | Fallback:
         local = self._locals[model]
         self._begin_load(local)
-        if local.state not in ("agrees", "unverifiable"):
+        if local.state not in TRUSTED:
             return fallback.local(local.state)
         try:
             return await self._in_thread(local, body, local.content_format or "string", work)
@@ -221,11 +233,25 @@ class LocalTokens:
         self.changed()
 
 
+def _tokens_at_once(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int] | None:
+    """On the loop: as :func:`_tokens` for a prompt of which next to nothing is new; else None."""
+    messages = bytes(body.messages)
+    is_long = len(messages) + len(bytes(body.prompt)) > AT_ONCE_BYTES
+    if is_long or messages.count(b'"role"') > AT_ONCE_MESSAGES or given(body.tools):
+        return None
+    return tokenizer.encode_at_once(*_text(tokenizer, body, form))
+
+
 def _tokens(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int]:
     """In a thread: the ids of a chat or of the first text. Raises InexactError."""
+    return tokenizer.encode(*_text(tokenizer, body, form))
+
+
+def _text(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> tuple[str, bool]:
+    """The text of a chat, or the first one, and whether special tokens are added. Raises InexactError."""
     if given(body.messages):
         chat = read_chat(body, form)
-        return tokenizer.encode(tokenizer.render(chat), chat.add_special_tokens)
+        return tokenizer.render(chat), chat.add_special_tokens
     try:
         prompt = msgspec.json.decode(body.prompt, type=str | list[str])
     except msgspec.MsgspecError as error:
@@ -233,7 +259,7 @@ def _tokens(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -
     add = msgspec.json.decode(body.add_special_tokens) if given(body.add_special_tokens) else True
     if not isinstance(add, bool):
         raise InexactError("flag")
-    return tokenizer.encode(prompt if isinstance(prompt, str) else prompt[0], add)
+    return prompt if isinstance(prompt, str) else prompt[0], add
 
 
 def _tokens_before_media(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int]:

@@ -40,6 +40,9 @@ class Bytes:
         assert self.hold.wait(10)
         return array("I", list((b"^" if add_special_tokens else b"") + text.encode()))
 
+    def encode_at_once(self, text: str, add_special_tokens: bool) -> None:
+        return None
+
     def content_format(self) -> str:
         return "string"
 
