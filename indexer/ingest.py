@@ -46,6 +46,7 @@ READERS_CHECK_S = 60.0
 RECOVERY_PAUSE_S = 1.0
 
 Job = Callable[[Group], Any]
+Purging = tuple[StreamId, str | None]
 
 
 class Feed(Protocol):
@@ -87,7 +88,8 @@ class Ingest:
         self._shared = Shared(writer, partial_ttl_s=partial_ttl_s, clock=clock, wall=wall)
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
         self._jobs: SimpleQueue[tuple[Job, Future[Any]]] = SimpleQueue()
-        self._purges: set[tuple[StreamId, str | None]] = set()
+        self._purges: set[Purging] = set()
+        self._purges_later: dict[Purging, int] = {}  # and how often the engine had restarted then
         self._followed: dict[StreamId, Followed] = {}
         self._room = Room()
         self._beat_at = float("-inf")
@@ -137,7 +139,11 @@ class Ingest:
         return self._job(lambda group: self._tell_block_size(group, stream, block_size))
 
     def purge(self, stream: StreamId, lora_name: str | None = None) -> Future[None]:
-        """Forgets what a stream held, or of an adapter only; tried again with each group until it is done."""
+        """Forgets what a stream held, or of an adapter only; tried again with each group until it is done.
+
+        A stream that is behind its engine is purged once more when it has caught up: what it still has to
+        hear was said before.
+        """
         return self._job(lambda _: self._purges.add((stream, lora_name)))
 
     def _job(self, job: Job) -> Future[Any]:
@@ -310,14 +316,14 @@ class Ingest:
             for stream in {stream for stream, _ in signals} & self._followed.keys():
                 self._followed[stream].note_state(group)
             results = [job(group) for job in jobs]
-            for stream, lora_name in self._purges:
+            for stream, lora_name in self._purges | self._due_again():
                 if (port := self._port_of(stream)) is not None:
                     port.purge(group, stream_key(stream), lora_name)
             for stream, followed in self._followed.items():
                 if not self._feed.inbox.depth(stream):  # none is silent while signals of it still wait
                     followed.tick(group, now)
                 followed.outlive(group)
-        self._purges.clear()
+        self._purge_again_later()
         self.groups += 1
         self._beat_at = now + HEARTBEAT_S
         for stream, followed in self._followed.items():
@@ -339,6 +345,31 @@ class Ingest:
         """The port that a stream's events come from; None for a stream that is not followed."""
         record = self._writer.streams.get(stream_key(stream))
         return None if record is None else self._followed.get(record.port)
+
+    def _due_again(self) -> set[Purging]:
+        """Purges of streams that were behind and have caught up, of the same engine process."""
+        return {
+            (stream, lora_name)
+            for (stream, lora_name), restarts in self._purges_later.items()
+            if not self._is_behind(stream) and self._restarts(stream) == restarts
+        }
+
+    def _purge_again_later(self) -> None:
+        """After a commit: what was purged of a stream that is behind is purged again when it is not."""
+        wanted = self._purges_later | {each: self._restarts(each[0]) for each in self._purges}
+        self._purges_later = {each: before for each, before in wanted.items() if self._is_behind(each[0])}
+        self._purges.clear()
+
+    def _restarts(self, stream: StreamId) -> int:
+        port = self._port_of(stream)
+        return port.machine.restarts if port is not None else 0
+
+    def _is_behind(self, stream: StreamId) -> bool:
+        """Whether batches that the engine said already are still to be applied, as far as can be told."""
+        port = self._port_of(stream)
+        return port is not None and (
+            port.machine.state not in ("live", "partial") or self.held(port.stream) > 0
+        )
 
     def _witness(self, group: Group, stream: StreamId, at: float, asked: float) -> None:
         """Signals that still wait may be of the process before: the next answer comes soon."""

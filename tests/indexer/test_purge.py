@@ -8,7 +8,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from events.schema import AllBlocksCleared
-from events.stream import Replayed, ReplayEnded
+from events.stream import Connected, Disconnected, Replayed, ReplayEnded
 from indexer.feedback_api import Feedback, _resolve
 from indexer.rank import MAX_PURGED
 from indexer.reader import MapReader
@@ -108,6 +108,49 @@ def test_ev27_a_replay_of_everything_brings_nothing_back(rig: Any, engine: Any, 
     assert (of(rig), of(rig, "b"), of(rig, None)) == ({"A": 0}, {"A": 28}, {"A": 28})
     rig.say(a, engine(5).stored(prompt(tuple(PROMPT), "a")))
     assert of(rig) == {"A": 28}
+
+
+@pytest.mark.parametrize("lora", ["a", None])
+def test_ev27_a_purge_while_the_connection_is_lost_counts_for_what_was_said_meanwhile(
+    rig: Any, engine: Any, prompt: Any, lora: str | None
+) -> None:
+    a, later = rig.follow("A", **REPLAY), list(range(100, 108))
+    said = [rig.frame(a, engine().stored(prompt(tuple(each), "a")))[1] for each in (PROMPT, later)]
+    asks = rig.feed.asks
+    rig.ingest.step([(a, Replayed(asks[-1][1].ask, 0, said[0].payload)), (a, ReplayEnded(asks[-1][1].ask))])
+    rig.ingest.step([(a, Disconnected())])
+    rig.ingest.purge(a, lora)
+    rig.ingest.step([])
+    rig.ingest.step([(a, Connected())])
+    replayed = [(a, Replayed(asks[-1][1].ask, number, frame.payload)) for number, frame in enumerate(said)]
+    rig.ingest.step([*replayed, (a, ReplayEnded(asks[-1][1].ask))])
+    rig.now += 1
+    rig.ingest.step([])
+    assert (of(rig), of(rig, tokens=later)) == ({"A": 0}, {"A": 0})
+    rig.say(a, engine(5).stored(prompt(tuple(later), "a")))
+    rig.now += 1
+    rig.ingest.step([])
+    assert of(rig, tokens=later) == {"A": 8}, "purged once more, not for ever"
+    rig.check()
+
+
+def test_ev27_a_purge_while_the_connection_is_lost_takes_nothing_of_the_next_process(
+    rig: Any, engine: Any, prompt: Any
+) -> None:
+    a = rig.follow("A", **REPLAY)
+    asks = rig.feed.asks
+    rig.ingest.step([(a, ReplayEnded(asks[-1][1].ask))])
+    rig.say(a, engine().stored(prompt(tuple(PROMPT), "a")))
+    rig.ingest.step([(a, Disconnected())])
+    rig.ingest.purge(a)
+    rig.ingest.step([])
+    rig.ingest.step([(a, Connected())])
+    new = rig.frame(a, engine(2).stored(prompt(tuple(PROMPT), "a")))[1].payload
+    rig.ingest.step([(a, Replayed(asks[-1][1].ask, 0, new))])
+    rig.ingest.step([(a, Replayed(asks[-1][1].ask, 0, new)), (a, ReplayEnded(asks[-1][1].ask))])
+    rig.now += 1
+    rig.ingest.step([])
+    assert (of(rig), rig.record(a).state) == ({"A": 28}, "live")
 
 
 def test_ev27_after_a_restart_of_the_engine_nothing_of_a_purge_is_left(
