@@ -51,7 +51,7 @@ def learn(
     cached = min(answered.cached_tokens // answered.block_size, len(answered.keys))
     outcome.ended += _confirm(changes, record, corrections, answered, cached, now)
     outcome.believed = _believe(changes, record, corrections, answered, cached, now)
-    if cached < answered.usable:
+    if cached < answered.usable and _lacks(record, answered):
         _deny(changes, record, corrections, answered.keys[cached], since, now, outcome)
     if outcome.reason is None:
         _judge(record, answered)
@@ -97,6 +97,15 @@ def _believe(
             corrections.believe(changes, record, block, now)
             believed += 1
     return believed
+
+
+def _lacks(record: StreamRecord, answered: Answered) -> bool:
+    """Whether the engine lacks the block behind what it had.
+
+    With several attention groups it may have it in one, and use less because of another: then only an answer
+    below what was predicted tells.
+    """
+    return not record.restrictions or (answered.predicted_tokens or 0) > answered.cached_tokens
 
 
 def _deny(

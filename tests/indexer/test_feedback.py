@@ -131,6 +131,21 @@ def test_a_denial_ends_by_itself(rig: Any, engine: Any, answers: Answers) -> Non
     assert (gpu(rig), rows(rig)) == (28, (0, 0))
 
 
+def test_a_hit_as_short_as_predicted_for_the_sake_of_a_window_denies_nothing(
+    rig: Any, engine: Any, answers: Answers
+) -> None:
+    """The main group has the blocks that were not used; they are a hit for a prompt whose window is there."""
+    window = {"group": 1, "group_kind": "sliding_window", "sliding_window": 9}
+    rig.say(rig.follow("A"), engine().stored(PROMPT, group_kind="full_attention"))
+    rig.say(("A", 0), engine().stored(PROMPT, 4, 6, **window))
+    assert (gpu(rig), gpu(rig, PROMPT[:14])) == (24, 0)
+    assert answers.say(0, answers.sent(PROMPT[:14])) == Outcome()
+    assert answers.say(0, answers.sent(PROMPT[:14]), predicted_tokens=None) == Outcome()
+    assert gpu(rig) == 24
+    assert answers.say(8) == Outcome(denied=1)
+    assert gpu(rig) == 0
+
+
 def test_a_prompt_cached_as_far_as_it_can_be_denies_nothing(rig: Any, engine: Any, answers: Answers) -> None:
     """The last token is always computed, so the last block of 28 tokens is never a hit."""
     rig.say(rig.follow("A"), engine().stored(PROMPT))
