@@ -18,6 +18,7 @@ import msgspec
 
 MAX_HASH_BYTES = 64
 MIN_RAW_HASH_BYTES = 8
+MAX_KIND_LENGTH = 64
 _U64 = (1 << 64) - 1
 
 RejectReason = Literal["unknown_event", "bad_event"]
@@ -297,7 +298,7 @@ def _event(wire: _WireEvent) -> Event:
             medium=_medium(wire.medium),
             extra_keys=_extra_keys(wire),
             group=_group(wire.group_idx),
-            group_kind=wire.kv_cache_spec_kind,
+            group_kind=_kind(wire.kv_cache_spec_kind),
             sliding_window=wire.kv_cache_spec_sliding_window,
         )
     if isinstance(wire, _Removed):
@@ -325,6 +326,15 @@ def _group(group: int | None) -> int:
     if not 0 <= group <= 255:
         raise ValueError(f"group_idx {group} (expected 0 to 255)")
     return group
+
+
+def _kind(kind: str | None) -> str | None:
+    """The name of an attention group's kind, which whoever follows the stream keeps."""
+    if kind is not None and len(kind) > MAX_KIND_LENGTH:
+        raise ValueError(
+            f"a kv_cache_spec_kind of {len(kind)} characters (expected {MAX_KIND_LENGTH} at most)"
+        )
+    return kind
 
 
 def _extra_keys(wire: _Stored) -> list[list[Any] | None] | None:

@@ -348,6 +348,7 @@ BAD_EVENTS: list[Any] = [
     ["BlockStored", [1], None, [1], 1, None, None, None, [[{1: 2}]]],
     ["BlockStored", [1], None, [1], 1, None, None, None, None, 256],
     ["BlockStored", [1], None, [1], 1, None, None, None, None, -1],
+    ["BlockStored", [1], None, [1], 1, None, None, None, None, 0, "x" * 65],
     ["BlockRemoved"],
     ["BlockRemoved", None],
     ["BlockRemoved", [b"short"]],
