@@ -47,6 +47,7 @@ DEFAULT_MAP_SIZE = 16 << 30
 HOLDERS_CACHED = 1 << 14
 PARTIAL_TTL_S = 1800.0
 WAITING_TTL_S = 600.0
+SMALL_BLOCK_TOKENS = 4
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Tier = Literal[0, 1, 2]
@@ -218,6 +219,14 @@ class Counters(msgspec.Struct):
         self.skipped[reason] = self.skipped.get(reason, 0) + blocks
 
 
+def small_blocks(block_size: int) -> str:
+    """What is said of a replica with such blocks: an entry costs as much as one of 16 tokens."""
+    return (
+        f"blocks of {block_size} tokens make {round(16 / block_size)} times the entries of blocks of 16: "
+        "the map reaches its bounds that much earlier; raise the engine's block or page size"
+    )
+
+
 class Purge(msgspec.Struct, array_like=True, frozen=True):
     """An adapter was loaded anew under its name, for the ``epoch``-th time, after batch ``sequence``."""
 
@@ -316,8 +325,9 @@ class StreamRecord(msgspec.Struct):
 
     @property
     def notes(self) -> list[str]:
-        """What limits the answers of this stream, for people."""
-        return [
+        """What limits the answers of this stream, or costs more than need be, for people."""
+        small = self.block_size is not None and self.block_size < SMALL_BLOCK_TOKENS
+        return ([small_blocks(self.block_size or 0)] if small else []) + [
             f"attention group {group} ({kind or 'no kind'}) is not judged: hits may be shorter than matched"
             for group, kind in self.unjudged.items()
         ]

@@ -8,7 +8,7 @@ from events.schema import AllBlocksCleared, Batch, BlockRemoved, BlockStored, ca
 from indexer.corrections import Corrections
 from indexer.feedback import Answered, learn
 from indexer.groups import PREFIX_KINDS
-from indexer.layout import Purge, StreamKey, StreamRecord
+from indexer.layout import SMALL_BLOCK_TOKENS, Purge, StreamKey, StreamRecord, small_blocks
 from indexer.outcome import Outcome
 from indexer.writer import Group, MapWriter
 
@@ -155,6 +155,8 @@ class Rank:
             return record
         if record.block_size in (None, event.block_size):
             self._strays = 0
+            if record.is_empty and 0 < event.block_size < SMALL_BLOCK_TOKENS:
+                self._warn("small blocks", small_blocks(event.block_size))
             return record
         self._strays += 1
         registered = record.registration.block_size is not None

@@ -256,6 +256,20 @@ def test_ix13_file_and_pages_stay_flat_over_200_000_blocks_with_a_constant_live_
     rig.close()
 
 
+def test_ix13_blocks_of_a_token_are_warned_of_and_others_are_not(
+    rig: Any, engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fine, tiny = rig.follow("fine"), rig.follow("tiny")
+    rig.say(fine, engine(block_size=4).stored(PROMPT))
+    assert (rig.record(fine).notes, "entries of blocks" in caplog.text) == ([], False)
+    rig.say(tiny, engine(block_size=1).stored(PROMPT))
+    rig.say(tiny, engine(block_size=1).stored(prompt(1)))
+    assert caplog.text.count("tiny rank 0: blocks of 1 tokens make 16 times the entries") == 1
+    (note,) = rig.record(tiny).notes
+    assert "blocks of 1 tokens" in note
+    assert rig.held(PROMPT)["tiny"] == (28, 28, 28)
+
+
 def test_ix13_the_file_stops_growing_under_churn(make_rig: Any, engine: Any, tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
     streams = [(rig.follow(f"A{number}"), engine(number)) for number in range(8)]
