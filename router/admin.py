@@ -123,6 +123,7 @@ class Admin:
                     "replay": sources[rank].replay_endpoint if rank in sources else None,
                     "registered": self._registered((name, rank)),
                     "load": self._load.ours((name, rank)),
+                    "workers": self._load.workers((name, rank)),
                     "others": self._load.others((name, rank)),
                     "reported": self._load.reported((name, rank)),
                     "reported_s_ago": self._load.report_age_s((name, rank)),

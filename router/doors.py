@@ -1,6 +1,6 @@
 """API keys at the router: who may send requests, how many a second and how many at once.
 
-Only hashes of the keys are configured, and kept. The limits are of this process.
+Only hashes of the keys are configured, and kept. The limits are of a router, with all its worker processes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import msgspec
 from aiohttp import web
 
+from router.board import Row
 from router.errors import RefusedError, SettingsError
 from router.headers import REQUEST_ID, request_id_of
 from router.refusal import refusal
@@ -24,6 +25,11 @@ _SHAPE = (
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._@-]{0,63})=([0-9a-fA-F]{64})")
 BURST_S = 1.0
 """What a key may send at once, in seconds of its rate; one request at least."""
+SHAPE = "qd"
+"""On the workers' board, of each key: requests at once, and until when its rate is used up."""
+
+ROUNDING_S = 1e-6
+"""Sums of such times are not exact."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,44 +73,68 @@ def parse_keys(lines: Iterable[str]) -> list[KeySpec]:
 
 
 class Allowance:
-    """What one key may still do now. ``clock`` is in seconds."""
+    """What one key may still do now. ``clock`` is in seconds, and one that all workers have in common.
 
-    def __init__(self, spec: KeySpec, clock: Callable[[], float]) -> None:
+    The rate is kept as the time until which what was let in uses it up (GCRA, ITU-T I.371): of several
+    workers, the latest of theirs is that of the key, so all of them together keep one limit.
+    """
+
+    def __init__(self, spec: KeySpec, clock: Callable[[], float], row: Row | None = None) -> None:
         self.spec = spec
         self._clock = clock
-        self._most = max(1.0, (spec.rate or 0.0) * BURST_S)
-        self._left = self._most
-        self._at = clock()
+        self._row = row
+        self._name = spec.name.encode()
+        self._used_until = clock()
         self.running = 0
 
     def enter(self) -> None:
         """Takes one request in; ``leave`` must follow. Raises RefusedError (429) over a limit."""
         spec = self.spec
-        if spec.concurrency is not None and self.running >= spec.concurrency:
+        running, used_until = self._together()
+        if spec.concurrency is not None and running >= spec.concurrency:
             raise _too_many(f"{spec.concurrency} requests at once", 1)
         if spec.rate is not None:
             now = self._clock()
-            self._left = min(self._most, self._left + (now - self._at) * spec.rate)
-            self._at = now
-            if self._left < 1:
-                raise _too_many(
-                    f"{spec.rate:g} requests a second", max(1, round((1 - self._left) / spec.rate))
-                )
-            self._left -= 1
+            used_until = max(now, used_until) + 1 / spec.rate
+            wait_s = used_until - now - max(BURST_S, 1 / spec.rate)
+            if wait_s > ROUNDING_S:
+                raise _too_many(f"{spec.rate:g} requests a second", max(1, round(wait_s)))
+            self._used_until = used_until
         self.running += 1
+        self._tell()
 
     def leave(self) -> None:
         self.running -= 1
+        self._tell()
+
+    def _together(self) -> tuple[int, float]:
+        """Requests at once, and until when the rate is used up, over all workers."""
+        running, used_until = self.running, self._used_until
+        if self._row is not None:
+            for others_running, others_until in self._row.others(self._name):
+                running += int(others_running)
+                used_until = max(used_until, others_until)
+        return running, used_until
+
+    def _tell(self) -> None:
+        if self._row is not None:
+            self._row.put(self._name, self.running, self._used_until)
 
 
 class Doors:
-    """Lets requests in that carry one of the keys. ``policy`` is named in refusals."""
+    """Lets requests in that carry one of the keys. ``policy`` is named in refusals; ``row`` is this worker's
+    of the board, where there are several.
+    """
 
     def __init__(
-        self, keys: Iterable[KeySpec], policy: str, clock: Callable[[], float] = time.monotonic
+        self,
+        keys: Iterable[KeySpec],
+        policy: str,
+        clock: Callable[[], float] = time.monotonic,
+        row: Row | None = None,
     ) -> None:
         self._policy = policy
-        self._allowances = [Allowance(key, clock) for key in keys]
+        self._allowances = [Allowance(key, clock, row) for key in keys]
 
     def guarded(self, handler: Handler) -> Handler:
         """The handler behind the doors; itself where there are no keys."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import msgspec
 
@@ -41,8 +42,46 @@ class StreamLoad(msgspec.Struct, frozen=True):
     prefill_tokens: int = 0
     decoding: int = 0
 
+    def __add__(self, other: StreamLoad) -> StreamLoad:
+        return StreamLoad(
+            self.requests + other.requests,
+            self.prefill_tokens + other.prefill_tokens,
+            self.decoding + other.decoding,
+        )
+
 
 IDLE = StreamLoad()
+NEVER = float("inf")
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What worker processes have at a stream, besides one that asks: their ``load``, and how many requests
+    they have ever ``sent``. Of those that wait for their prefill, the first came at ``joined`` (NEVER: none
+    waits) and has ``first_tokens``; ``left`` is when one that was first was last done. Times are of a clock
+    that all have in common.
+    """
+
+    load: StreamLoad = IDLE
+    sent: int = 0
+    joined: float = NEVER
+    first_tokens: int = 0
+    left: float = 0.0
+
+
+NO_SHARE = Share()
+
+
+class Shares(Protocol):
+    """How the workers of one router tell each other of their requests."""
+
+    def tell(self, stream: StreamId, share: Share) -> None:
+        """What this worker has at the stream now."""
+
+    def of(self, stream: StreamId) -> Share:
+        """What all others have there together."""
+
+    def forget(self, stream: StreamId) -> None:
+        """The stream is none of ours any more."""
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -65,17 +104,22 @@ class Load:
     says that its prefill is over. An answer in one piece does not say when: it is taken to be over after the
     time that is predicted for the tokens booked there then.
 
+    Where a router has several worker processes, each has a book, and ``shares`` is how they read each
+    other's: what the others have booked counts as what was booked here.
+
     What an engine reports beyond our own requests is other routers' (or direct clients'). Between two
     reports our own dispatches count at once, and so does what others are likely to have sent after the same
     numbers: as much, against ours, as they have in flight in the whole fleet. So routers that share nothing
     but the engines' metrics do not chase one minimum. ``clock`` is in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, shares: Shares | None = None) -> None:
         self.latency = Latency(clock)
         self._clock = clock
         self._streams: dict[StreamId, StreamLoad] = {}
+        self._shares = shares
         self._prefilling: dict[StreamId, _Line] = {}
+        self._left: dict[StreamId, float] = {}
         self._prefilled_at: dict[StreamId, list[tuple[float, int, Reservation]]] = {}
         self._numbers = itertools.count()
         self._seen: dict[StreamId, _Seen] = {}
@@ -86,24 +130,28 @@ class Load:
         self.released: Callable[[], None] = lambda: None
 
     def of(self, stream: StreamId) -> StreamLoad:
-        """The load of one stream: ours, and what others are thought to have there."""
-        ours, others = self.ours(stream), self.others(stream)
-        if others is IDLE:
-            return ours
-        return StreamLoad(
-            ours.requests + others.requests,
-            ours.prefill_tokens + others.prefill_tokens,
-            ours.decoding + others.decoding,
-        )
+        """The load of one stream: the router's, and what others are thought to have there."""
+        ours, others = self.together(stream), self.others(stream)
+        return ours if others is IDLE else ours + others
+
+    def together(self, stream: StreamId) -> StreamLoad:
+        """What this router has sent to one stream and not yet got back, by whatever worker."""
+        ours, workers = self.ours(stream), self.workers(stream)
+        return ours if workers is IDLE else ours + workers
 
     def ours(self, stream: StreamId) -> StreamLoad:
-        """What we have sent to one stream and not yet got back."""
+        """What this process has sent to one stream and not yet got back."""
         self._settle(stream)
         return self._streams.get(stream, IDLE)
 
-    def at(self, replica: str) -> int:
-        """How many requests of ours a replica has."""
-        return sum(load.requests for stream, load in self._streams.items() if stream[0] == replica)
+    def workers(self, stream: StreamId) -> StreamLoad:
+        """What the other workers of this router have there."""
+        return IDLE if self._shares is None else self._shares.of(stream).load
+
+    def at(self, replica: str, streams: Iterable[StreamId] = ()) -> int:
+        """How many requests a replica has of this process, and of other workers at ``streams`` of it."""
+        own = sum(load.requests for stream, load in self._streams.items() if stream[0] == replica)
+        return own + sum(self.workers(stream).requests for stream in streams)
 
     def others(self, stream: StreamId) -> StreamLoad:
         """What others have at one stream, by its last report, in requests and in tokens of the mean request.
@@ -114,11 +162,14 @@ class Load:
         seen = self._seen.get(stream)
         if seen is None or self._clock() - seen.at > STALE_S:
             return IDLE
-        since = min(self._sent.get(stream, 0) - seen.sent, self._streams.get(stream, IDLE).requests)
+        ours = self._streams.get(stream, IDLE)
+        if self._shares is not None:
+            ours += self.workers(stream)
+        since = max(0, min(self._sent_together(stream) - seen.sent, ours.requests))
         requests = seen.others + int(self._echo * since + 0.5)
         if not requests:
             return IDLE
-        reported, ours = seen.reported, self._streams.get(stream, IDLE)
+        reported = seen.reported
         total = reported.running + reported.waiting
         share = max(
             reported.waiting / total if total else 0.0,
@@ -135,13 +186,17 @@ class Load:
         """What was learned of a replica that is none of ours any more. Its requests have to be over."""
         for stream in self.sent_to(replica):
             self.latency.forget(stream)
-        for book in (self._seen, self._sent):
+            if self._shares is not None:
+                self._shares.forget(stream)
+        books: tuple[dict[StreamId, _Seen] | dict[StreamId, int] | dict[StreamId, float], ...]
+        books = (self._seen, self._sent, self._left)
+        for book in books:
             for stream in [stream for stream in book if stream[0] == replica]:
                 del book[stream]
 
     def report(self, stream: StreamId, reported: Reported, in_flight: int) -> None:
-        """Takes what an engine says. ``in_flight`` is how many requests of ours were there when it said so:
-        the most that there were while it was asked, as none of ours may be taken for another router's.
+        """Takes what an engine says. ``in_flight`` is how many requests of this router were there when it
+        said so: the most that there were while it was asked, as none of ours may be taken for another's.
         """
         now = self._clock()
         last = self._seen.get(stream)
@@ -149,8 +204,8 @@ class Load:
         others = max(0, reported.running + reported.waiting - in_flight)
         if not in_flight and now - same_since >= FROZEN_S:
             others = 0
-        ours = self._streams.get(stream, IDLE).requests
-        sent = self._sent.get(stream, 0)
+        ours = self.together(stream).requests
+        sent = self._sent_together(stream)
         self._seen[stream] = _Seen(reported, now, same_since, others, ours, sent)
         fresh = [seen for seen in self._seen.values() if now - seen.at <= STALE_S]
         theirs = sum(seen.others for seen in fresh)
@@ -167,7 +222,7 @@ class Load:
         return self._clock() - seen.at if seen else None
 
     def items(self) -> Iterator[tuple[StreamId, StreamLoad]]:
-        """All streams that have load of ours."""
+        """All streams that have load of this process."""
         return ((stream, self.ours(stream)) for stream in tuple(self._streams))
 
     def reserve(self, stream: StreamId, prefill_tokens: int, *, streams: bool = True) -> Reservation:
@@ -176,7 +231,7 @@ class Load:
         ``streams``: its first byte will come as soon as its prefill is over.
         """
         guessed = self.others(stream).prefill_tokens
-        before = max(0, self.ours(stream).prefill_tokens + guessed - self.computed_tokens(stream))
+        before = max(0, self.together(stream).prefill_tokens + guessed - self.computed_tokens(stream))
         self._add(stream, 1, prefill_tokens, 0)
         self._sent[stream] = self._sent.get(stream, 0) + 1
         share = REQUEST_SHARE if self._requests_known else 1.0
@@ -186,6 +241,7 @@ class Load:
         reservation.teaches = guessed <= GUESSED_SHARE * reservation.queued_tokens
         if prefill_tokens:
             self._prefilling.setdefault(stream, _Line()).join(reservation, self._clock())
+        self._tell(stream)
         if not streams:
             due = self._clock() + self.latency.of(stream).seconds(reservation.queued_tokens)
             heap = self._prefilled_at.setdefault(stream, [])
@@ -197,14 +253,42 @@ class Load:
         line, at the speed of the stream, since its turn came.
         """
         line = self._prefilling.get(stream)
-        if line is None:
+        joined, tokens = line.first() if line is not None else (NEVER, 0)
+        left = self._left.get(stream, 0.0)
+        if self._shares is not None:
+            share = self._shares.of(stream)
+            left = max(left, share.left)
+            if share.joined < joined:
+                joined, tokens = share.joined, share.first_tokens
+        if joined == NEVER:
             return 0
-        return int(line.head_tokens((self._clock() - line.since) / self.latency.of(stream).s_per_token))
+        since = max(joined, left)
+        return int(min(tokens, max(0.0, self._clock() - since) / self.latency.of(stream).s_per_token))
 
     def _leave(self, reservation: Reservation) -> None:
-        line = self._prefilling.get(reservation.stream)
-        if line is not None and not line.leave(reservation, self._clock()):
-            del self._prefilling[reservation.stream]
+        stream = reservation.stream
+        line = self._prefilling.get(stream)
+        if line is None:
+            return
+        joined, _ = line.first()
+        others_joined = NEVER if self._shares is None else self._shares.of(stream).joined
+        if line.leave(reservation) and joined <= others_joined:
+            self._left[stream] = self._clock()
+        if not line:
+            del self._prefilling[stream]
+
+    def _sent_together(self, stream: StreamId) -> int:
+        workers = 0 if self._shares is None else self._shares.of(stream).sent
+        return self._sent.get(stream, 0) + workers
+
+    def _tell(self, stream: StreamId) -> None:
+        """Has the other workers know what is booked here now."""
+        if self._shares is None:
+            return
+        line = self._prefilling.get(stream)
+        joined, tokens = line.first() if line is not None else (NEVER, 0)
+        load, left = self._streams.get(stream, IDLE), self._left.get(stream, 0.0)
+        self._shares.tell(stream, Share(load, self._sent.get(stream, 0), joined, tokens, left))
 
     def _settle(self, stream: StreamId) -> None:
         """Moves what is due from prefill to decoding."""
@@ -225,30 +309,29 @@ class Load:
 
 
 class _Line:
-    """The requests of one stream whose prefill is not over, in the order in which they were sent.
-
-    ``since`` is when the turn of the first one came: engines prefill first come, first served.
+    """The requests of one stream whose prefill is not over, in the order in which they were sent: engines
+    prefill first come, first served.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[Reservation, None] = {}
-        self.since = 0.0
+        self._waiting: dict[Reservation, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def join(self, reservation: Reservation, now: float) -> None:
-        if not self._waiting:
-            self.since = now
-        self._waiting[reservation] = None
+        self._waiting[reservation] = now
 
-    def leave(self, reservation: Reservation, now: float) -> bool:
-        """Whether anybody is left."""
-        if reservation is next(iter(self._waiting)):
-            self.since = now
+    def leave(self, reservation: Reservation) -> bool:
+        """Whether it was the first."""
+        first = reservation is next(iter(self._waiting))
         self._waiting.pop(reservation, None)
-        return bool(self._waiting)
+        return first
 
-    def head_tokens(self, most: float) -> float:
-        """The tokens of the first request, at most ``most``."""
-        return min(most, next(iter(self._waiting)).prefill_tokens)
+    def first(self) -> tuple[float, int]:
+        """When the first one came, and its tokens."""
+        reservation = next(iter(self._waiting))
+        return self._waiting[reservation], reservation.prefill_tokens
 
 
 class Reservation:
@@ -286,6 +369,7 @@ class Reservation:
             self._decoding = True
             self._load._leave(self)
             self._load._add(self.stream, 0, -self.prefill_tokens, 1)
+            self._load._tell(self.stream)
 
     def release(self) -> None:
         """The request is over, however it ended."""
@@ -299,4 +383,5 @@ class Reservation:
             self._load._add(self.stream, -1, -self.prefill_tokens, 0)
             if self.hint is not None:
                 self.hint.drop()
+        self._load._tell(self.stream)
         self._load.released()

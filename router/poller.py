@@ -58,7 +58,7 @@ class Poller:
 
     async def poll(self, replica: Replica) -> bool:
         """One look. Returns whether the replica said its load, or may the next time."""
-        before = {stream: self._load.ours(stream).requests for stream in replica.streams()}
+        before = {stream: self._load.together(stream).requests for stream in replica.streams()}
         try:
             report = read_report(await self._read(replica))
         except UnreadableReportError as error:
@@ -72,7 +72,7 @@ class Poller:
                 self._restarted(stream)
         replica.process_started = report.started or replica.process_started
         for stream, reported in by_stream(replica.streams(), report):
-            in_flight = max(before.get(stream, 0), self._load.ours(stream).requests)
+            in_flight = max(before.get(stream, 0), self._load.together(stream).requests)
             self._load.report(stream, reported, in_flight)
         return True
 

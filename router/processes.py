@@ -1,6 +1,7 @@
 """``--workers N``: so many processes on one port, each a whole router. The kernel spreads connections.
 
-They are forked before anything is opened: maps, sockets, threads and tracing are each process's own.
+They are forked before anything is opened: maps, sockets, threads and tracing are each process's own. All
+that they share is the board on which each says what it has in flight.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import msgspec
-
 from events.address import host_and_port
+from router import doors, shares
+from router.board import Row, Table
 from router.errors import ListenError
 from router.settings import RouterSettings
 
@@ -30,11 +31,34 @@ PR_SET_PDEATHSIG = 1
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Worker(msgspec.Struct, frozen=True):
-    """One of several processes: its number, from 0, and the port that all of them listen on."""
+class Board:
+    """What ``workers`` processes share: their loads by stream, and what API keys have used, of ``keys``."""
 
-    number: int
-    port: int
+    def __init__(self, workers: int, keys: int) -> None:
+        self.loads = Table(workers, shares.MOST_STREAMS, shares.SHAPE)
+        self.keys = Table(workers, max(1, keys), doors.SHAPE)
+
+    def clear(self, worker: int) -> None:
+        """A worker is no more: nothing of it counts any longer."""
+        for table in (self.loads, self.keys):
+            table.clear(worker)
+
+
+class Worker:
+    """One of several processes: its number, from 0, the port that all of them listen on, and the board."""
+
+    def __init__(self, number: int, port: int, board: Board) -> None:
+        self.number = number
+        self.port = port
+        self._board = board
+
+    def loads(self) -> Row:
+        """Its row of the board."""
+        return self._board.loads.row(self.number)
+
+    def keys(self) -> Row:
+        """Its row of what API keys have used."""
+        return self._board.keys.row(self.number)
 
 
 class Workers:
@@ -43,6 +67,7 @@ class Workers:
     def __init__(self, settings: RouterSettings, serve: Callable[[Worker], None]) -> None:
         self._settings = settings
         self._serve = serve
+        self._board = Board(settings.workers, len(settings.api_key))
         self._running: dict[int, tuple[Worker, float]] = {}
         self._stopping = False
 
@@ -52,7 +77,7 @@ class Workers:
             signal.signal(forwarded, self._forward)
         with reserved(self._settings.listen) as port:
             for number in range(self._settings.workers):
-                self._start(Worker(number, port))
+                self._start(Worker(number, port, self._board))
             log.info("%d workers share port %d", self._settings.workers, port)
             return self._watch()
 
@@ -61,6 +86,7 @@ class Workers:
         while self._running:
             pid, status = os.wait()
             worker, since = self._running.pop(pid)
+            self._board.clear(worker.number)
             if self._stopping:
                 continue
             ended = os.waitstatus_to_exitcode(status)

@@ -54,6 +54,7 @@ from router.route import Route
 from router.rules import Rules
 from router.server import Runner, await_body
 from router.settings import RouterSettings, parse_tokenizers
+from router.shares import BoardShares
 from router.tap import Recorder
 from router.tls import client_context, server_context
 from router.token_cache import TokenCache
@@ -62,7 +63,7 @@ from router.tokens import Tokenizer
 from router.tracing import start_tracing
 from router.trust import Trust
 from router.upstream import AiohttpUpstream, Upstream, upstream_session
-from router.waitlist import Waitlist
+from router.waitlist import LOOK_S, WORKERS_LOOK_S, Waitlist
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +136,12 @@ async def router_app(
     lookup: Lookup | None = None,
     reread: Reread | None = None,
     config: Path | None = None,
+    worker: Worker | None = None,
 ) -> AsyncIterator[RouterApp]:
     """A running router without a listening socket: its fleet is watched and its replicas are registered.
 
     ``reread`` makes the settings anew: when it is asked to, and when the file ``config`` has changed.
+    ``worker`` is which of several processes it is.
     ``upstream`` and ``lookup`` take the place of what the settings would make. Raises SettingsError.
     """
     settings.check()
@@ -168,7 +171,7 @@ async def router_app(
             outlier_rules=settings.outlier_rules(),
             rng=rng,
         )
-        router = RouterApp(settings, fleet, load := Load(), metrics := RouterMetrics())
+        router = RouterApp(settings, fleet, load := _load(worker), metrics := RouterMetrics())
         metrics.watch(fleet, load)
         tracing = start_tracing()
         stack.push_async_callback(asyncio.to_thread, tracing.close)
@@ -183,7 +186,8 @@ async def router_app(
             fleet, tokenizer, lookup, rules, metrics, router.trust, asks_usage=settings.ask_usage
         )
         chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS)
-        fleet.in_flight, fleet.forgotten = load.at, _both(chooser.gone, router.trust.forget)
+        fleet.in_flight = lambda name: load.at(name, fleet.replicas[name].streams())
+        fleet.forgotten = _both(chooser.gone, router.trust.forget)
         feedback = _feedback(router, map_lookup, probes)
         stack.push_async_callback(feedback.close)
         route = Route(
@@ -202,13 +206,15 @@ async def router_app(
             forwarded=settings.forwarded,
             own_keys=bool(settings.api_key),
             recorder=recorder,
-            waitlist=_waitlist(router),
+            waitlist=_waitlist(router, worker),
             feedback=feedback if lookup is not None else None,
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
         router.tokenizers = token_check.told
         _add_admin(router, registrar, planner, rules)
-        doors = Doors(parse_keys(settings.api_key), settings.policy)
+        doors = Doors(
+            parse_keys(settings.api_key), settings.policy, row=None if worker is None else worker.keys()
+        )
         models, handle = doors.guarded(router.models), doors.guarded(route.handle)
         router.app.router.add_get("/v1/models", models)
         router.app.router.add_route("*", "/v1/{path:.*}", handle, expect_handler=await_body)
@@ -376,8 +382,17 @@ def _add_admin(router: RouterApp, registrar: Registrar | None, planner: Planner,
     admin.add_routes(router.admin_app)
 
 
-def _waitlist(router: RouterApp) -> Waitlist:
-    waitlist = Waitlist(router.settings.queue_limit, router.settings.queue_timeout_s)
+def _load(worker: Worker | None) -> Load:
+    return Load() if worker is None else Load(shares=BoardShares(worker.loads()))
+
+
+def _waitlist(router: RouterApp, worker: Worker | None) -> Waitlist:
+    waitlist = Waitlist(
+        router.settings.queue_limit,
+        router.settings.queue_timeout_s,
+        # Nobody tells of the room that another worker makes.
+        look_s=LOOK_S if worker is None else WORKERS_LOOK_S,
+    )
     waitlist.waited = router.metrics.queue_seconds.observe
     router.load.released = waitlist.room
     router.metrics.queued.set_function(lambda: len(waitlist))
@@ -495,7 +510,7 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     try:
         async with (
-            router_app(settings, recorder=recorder, reread=reread, config=config) as router,
+            router_app(settings, recorder=recorder, reread=reread, config=config, worker=worker) as router,
             listening(router, worker),
         ):
             if router.reload is not None:

@@ -13,6 +13,8 @@ from router.errors import SaturatedError
 
 LOOK_S = 0.5
 """Room that nobody tells of is looked for this often: others' load falls, a replica comes back."""
+WORKERS_LOOK_S = 0.02
+"""The same where other workers of the router make room; only the first of a line looks."""
 
 _T = TypeVar("_T")
 
@@ -36,9 +38,17 @@ class Waitlist:
     one, while those of other lines pass by. ``clock`` is in seconds.
     """
 
-    def __init__(self, limit: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limit: int,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        look_s: float = LOOK_S,
+    ) -> None:
         self._limit = limit
         self._timeout_s = timeout_s
+        self._look_s = look_s
         self._clock = clock
         self._lines: dict[Hashable, list[_Waiter]] = {}
         self._numbers = itertools.count()
@@ -85,7 +95,7 @@ class Waitlist:
                 except SaturatedError:
                     pass
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(self._look_s):
                     await waiter.woken.wait()
             except TimeoutError:
                 pass

@@ -14,9 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
+from router.board import Table
 from router.credential import credential
-from router.doors import Allowance, KeySpec, parse_key, parse_keys
+from router.doors import SHAPE, Allowance, KeySpec, parse_key, parse_keys
 from router.errors import RefusedError, SettingsError
 from router.settings import RouterSettings
 from router.tls import client_context, server_context
@@ -71,6 +74,38 @@ def test_a_rate_lets_a_second_of_it_in_at_once_and_then_one_by_one() -> None:
     assert admitted() == 1
     now += 60
     assert admitted() == 2
+
+
+def may_enter(allowance: Allowance) -> bool:
+    try:
+        allowance.enter()
+    except RefusedError:
+        return False
+    return True
+
+
+@given(
+    st.sampled_from([0.5, 2.5, 4.0]),
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["enter", "enter", "leave", "tick"])), max_size=60),
+)
+def test_a_keys_limits_are_the_same_over_several_workers_as_over_one(
+    rate: float, steps: list[tuple[int, str]]
+) -> None:
+    now = 100.0
+
+    def clock() -> float:
+        return now
+
+    spec, table = KeySpec("k", b"", rate=rate, concurrency=3), Table(3, 1, SHAPE)
+    workers, one = [Allowance(spec, clock, table.row(n)) for n in range(3)], Allowance(spec, clock)
+    for worker, step in steps:
+        if step == "tick":
+            now += 0.3
+        elif step == "enter":
+            assert may_enter(workers[worker]) == may_enter(one)
+        elif workers[worker].running:
+            workers[worker].leave()
+            one.leave()
 
 
 async def test_a_request_needs_one_of_the_keys(start_engine: Any, start_router: Any) -> None:

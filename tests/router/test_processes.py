@@ -110,6 +110,52 @@ async def test_tr03_workers_share_a_port_and_each_traces_as_itself(start_engine:
     await runner.cleanup()
 
 
+@asynccontextmanager
+async def held(count: int, url: str) -> AsyncIterator[list[int]]:
+    """So many streams at once, each on a connection of its own; gives their statuses."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as client:
+        body = {"model": "m", "prompt": [1] * 500, "stream": True}
+        answers = await asyncio.gather(
+            *(client.post(f"{url}/v1/completions", json=body) for _ in range(count))
+        )
+        yield [answer.status for answer in answers]
+        for answer in answers:
+            answer.close()
+
+
+async def test_rq06_a_burst_over_four_workers_spreads_and_keeps_limits_as_over_one(
+    start_engine: Any, kit: Any
+) -> None:
+    gate = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], gate.wait)
+
+    engines = [await start_engine(answer=answer) for _ in range(4)]
+    replicas = [part for n, engine in enumerate(engines) for part in ("--replica", f"e{n}={engine.url}")]
+    # Nothing is polled: all that workers know of each other is on their board.
+    limits = ("--poll-interval-s", "0", "--max-inflight", "12", "--slow-start-s", "0")
+    workers = 4
+    async with routers("--listen", "127.0.0.1:0", "--workers", str(workers), *limits, *replicas) as process:
+        await kit.wait_until(lambda: len(process.urls("listening on")) == workers, "all listen")
+        url = process.urls("listening on")[0]
+        await spread(url, lambda: all(engine.generated for engine in engines))
+        async with held(40, url) as statuses:
+            taken = [engine.open for engine in engines]
+            assert statuses == [200] * 40
+            # Decisions of the same instant cannot see each other: one for each other worker.
+            assert max(taken) <= 10 + workers - 1
+            async with held(30, url) as more:
+                taken = [engine.open for engine in engines]
+                assert set(more) == {200, 503}
+                assert max(taken) <= 12 + workers - 1
+                assert 48 <= sum(taken) <= 48 + 4 * (workers - 1)
+        # What was held is over for every worker.
+        await kit.wait_until(lambda: not any(engine.open for engine in engines), "engines are idle")
+        async with held(40, url) as statuses:
+            assert statuses == [200] * 40
+
+
 async def test_px17_workers_finish_open_streams_at_sigterm(start_engine: Any, kit: Any) -> None:
     gate = asyncio.Event()
 
@@ -174,6 +220,44 @@ async def test_a_worker_that_dies_is_started_again(tmp_path: Path, kit: Any) -> 
     async with asyncio.timeout(10):
         assert await process.wait() == 0
     await kit.wait_until(lambda: not alive(), "all are gone")
+
+
+TELLING = """
+    import os, sys, time
+    from pathlib import Path
+    from router import processes
+    from router.settings import RouterSettings
+
+    processes.STARTED_S = 0.0
+    folder = Path(sys.argv[1])
+
+    def serve(worker):
+        row = worker.loads()
+        if worker.number == 1:
+            if not (folder / "teller").exists():
+                row.put(b"a", 1, 1, 0, 1, 0.0, 1, 0.0)
+                (folder / "teller").write_text(str(os.getpid()))
+            time.sleep(60)
+        while True:
+            (folder / "new").write_text(str(len(list(row.others(b"a")))))
+            (folder / "new").rename(folder / "seen")
+            time.sleep(0.005)
+
+    sys.exit(processes.Workers(RouterSettings(listen="127.0.0.1:0", workers=2), serve).run())
+"""
+
+
+async def test_rq11_what_a_worker_had_in_flight_goes_with_it(tmp_path: Path, kit: Any) -> None:
+    teller, seen = tmp_path / "teller", tmp_path / "seen"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(TELLING), str(tmp_path), cwd=ROOT
+    )
+    await kit.wait_until(lambda: seen.exists() and seen.read_text() == "1", "it is seen")
+    os.kill(int(teller.read_text()), signal.SIGKILL)
+    await kit.wait_until(lambda: seen.read_text() == "0", "it is gone")
+    process.terminate()
+    async with asyncio.timeout(10):
+        assert await process.wait() == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells children of their parent's death")

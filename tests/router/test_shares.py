@@ -1,0 +1,162 @@
+"""Several books over one board."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.board import Table
+from router.chooser import Chooser, Subject
+from router.load import IDLE, UNKNOWN_REQUEST_TOKENS, Load, Reservation, StreamLoad
+from router.policies import POLICIES
+from router.replicas import StreamId
+from router.reported import Reported
+from router.shares import MOST_STREAMS, SHAPE, BoardShares
+
+A, B = ("a", 0), ("b", 1)
+WORKERS = 3
+
+
+class Clock:
+    now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def books(clock: Clock, workers: int = WORKERS) -> tuple[list[Load], Table]:
+    table = Table(workers, MOST_STREAMS, SHAPE)
+    return [Load(clock, shares=BoardShares(table.row(n))) for n in range(workers)], table
+
+
+class Books:
+    """Several books over one board, and one book that is told of the same."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.workers, _ = books(self.clock)
+        self.one = Load(self.clock)
+        # How fast streams are is learned by each for itself; here only the books are compared.
+        for load in self.workers:
+            load.latency = self.one.latency
+        self.pairs: list[tuple[Reservation, Reservation]] = []
+
+    def reserve(self, worker: int, stream: StreamId, tokens: int, streams: bool) -> None:
+        loads = (self.workers[worker], self.one)
+        ours, theirs = (load.reserve(stream, tokens, streams=streams) for load in loads)
+        assert ours.queued_tokens == theirs.queued_tokens
+        self.pairs.append((ours, theirs))
+
+    def report(self, stream: StreamId, running: int, waiting: int) -> None:
+        for load in (*self.workers, self.one):
+            load.report(stream, Reported(running=running, waiting=waiting), load.together(stream).requests)
+
+    def end(self, step: str, number: int) -> None:
+        for reservation in self.pairs[number % len(self.pairs)] if self.pairs else ():
+            getattr(reservation, step)()
+
+    def tick(self, hundredths: int) -> None:
+        self.clock.now += hundredths / 100
+
+    def compare(self) -> None:
+        for load in self.workers:
+            for stream in (A, B):
+                load.ours(stream)  # as the poller does: what is due is over
+        for stream in (A, B):
+            for load in self.workers:
+                assert load.of(stream) == self.one.of(stream)
+                assert load.together(stream) == self.one.together(stream)
+                assert load.computed_tokens(stream) == self.one.computed_tokens(stream)
+
+
+stream_ids, small = st.sampled_from([A, B]), st.integers(0, 12)
+ending = st.tuples(st.just("end"), st.sampled_from(["prefilled", "release"]), st.integers(0, 30))
+tick = st.tuples(st.just("tick"), st.integers(1, 300))
+report = st.tuples(st.just("report"), stream_ids, small, small)
+
+
+def reserve(tokens: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.tuples(st.just("reserve"), st.integers(0, WORKERS - 1), stream_ids, tokens, st.booleans())
+
+
+def run(steps: list[tuple[Any, ...]]) -> None:
+    machine = Books()
+    for name, *arguments in steps:
+        machine.clock.now += 0.001
+        getattr(machine, name)(*arguments)
+        machine.compare()
+    for reservation, _ in machine.pairs:
+        reservation.release()
+    for load in machine.workers:
+        assert load.together(A) == load.together(B) == IDLE
+
+
+@given(st.lists(st.one_of(reserve(st.integers(0, 5000)), ending, tick), max_size=50))
+def test_books_over_one_board_are_as_one_book(steps: list[tuple[Any, ...]]) -> None:
+    run(steps)
+
+
+# Each knows the mean of its own requests only: here all are of one size.
+@given(st.lists(st.one_of(reserve(st.just(UNKNOWN_REQUEST_TOKENS)), ending, tick, report), max_size=50))
+def test_others_are_the_same_to_books_over_one_board_as_to_one_book(steps: list[tuple[Any, ...]]) -> None:
+    run(steps)
+
+
+def test_what_a_worker_that_died_had_in_flight_counts_no_more() -> None:
+    (first, second), table = books(Clock(), 2)
+    first.reserve(A, 100)
+    second.reserve(A, 10)
+    assert second.of(A) == StreamLoad(2, 110, 0)
+    table.clear(0)
+    assert second.of(A) == StreamLoad(1, 10, 0)
+    assert BoardShares(table.row(0)).of(A).load == StreamLoad(1, 10, 0)
+
+
+def test_what_an_engine_reports_of_other_workers_is_not_taken_for_other_routers() -> None:
+    (first, second), _ = books(Clock(), 2)
+    for _ in range(4):
+        first.reserve(A, 100).prefilled()
+    second.report(A, Reported(running=6), second.together(A).requests)
+    assert second.others(A).requests == 2
+    assert second.of(A).requests == 6
+
+
+def test_rq06_what_other_routers_send_after_the_same_numbers_is_judged_by_all_workers_together() -> None:
+    (first, second), _ = books(Clock(), 2)
+    for _ in range(4):
+        first.reserve(A, 100).prefilled()
+    # One other router has as much as both workers: it sends one for each of ours.
+    for load in (first, second):
+        load.report(A, Reported(running=8), 4)
+    second.reserve(A, 100)
+    assert first.others(A).requests == second.others(A).requests == 5
+
+
+def test_a_replica_that_is_gone_leaves_room_on_the_board() -> None:
+    (first, second), table = books(Clock(), 2)
+    for number in range(2 * MOST_STREAMS):
+        first.reserve((f"r{number}", 0), 1).release()
+        first.forget(f"r{number}")
+    first.reserve(A, 100)
+    assert second.of(A).requests == 1
+    assert table.head(0)[2] == 1
+
+
+def test_rq06_a_burst_over_four_workers_spreads_as_with_one() -> None:
+    fleet = [(name, 0) for name in "abcd"]
+    for workers in (1, 4):
+        clock = Clock()
+        loads, _ = books(clock, workers)
+        choosers = [
+            Chooser(load, random.Random(number), clock, mark_tokens=512) for number, load in enumerate(loads)
+        ]
+        sent: Counter[StreamId] = Counter()
+        for number in range(40):
+            subject = Subject(prompt_tokens=1000)
+            choice = choosers[number % workers].choose(POLICIES["least-loaded"], subject, fleet)
+            sent[choice.reservation.stream] += 1
+        assert set(sent.values()) == {10}
