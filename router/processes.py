@@ -106,12 +106,15 @@ class Workers:
             os.kill(pid, number)
 
     def _start(self, worker: Worker) -> None:
+        # A signal waits until the child is known here, and has its own way with it: one that came in between
+        # would be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         pid = os.fork()
         if pid == 0:
             self._be(worker)
         self._running[pid] = worker, time.monotonic()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         if self._stopping:
-            # The signal came in between, when this one was not known yet.
             os.kill(pid, signal.SIGTERM)
 
     def _be(self, worker: Worker) -> None:
@@ -120,6 +123,7 @@ class Workers:
         try:
             for number in FORWARDED:
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             _end_with_parent()
             self._serve(worker)
             code = 0
