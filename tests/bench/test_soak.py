@@ -226,8 +226,8 @@ async def soak(folder: Path) -> dict[str, Any]:
             run.done.set()
             await asyncio.gather(*tasks, faults)
             rss_end = run.router.rss()
-            # The router keeps idle connections for 4 s, and looks at its file every 2 s.
-            await asyncio.sleep(8)
+            # Idle connections are kept for 4 s to replicas, for 15 s to the indexer and for health checks.
+            await asyncio.sleep(20)
             async with session.get(f"http://127.0.0.1:{run.admin}/metrics") as response:
                 in_flight = run.gauges(await response.text())
         await asyncio.sleep(1)
