@@ -99,19 +99,22 @@ async def test_px17_a_rolling_restart_of_two_routers_costs_no_request(start_engi
                 content = await response.read()
                 ends.append((response.status, content.endswith(b"[DONE]\n\n")))
 
-    async with balancer.running(), aiohttp.ClientSession() as session:
-        await kit.wait_until(lambda: len(balancer.ready) == 2, "both are ready")
-        clients = [asyncio.create_task(client(session)) for _ in range(8)]
-        for port, process in tuple(processes.items()):
-            process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(20):
-                assert await process.wait() == 0
-            processes[port], _ = await start(engines, port)
-            await kit.wait_until(lambda: len(balancer.ready) == 2, "both are ready again")
-        done.set()
-        await asyncio.gather(*clients)
-    for process in processes.values():
-        process.terminate()
-        await process.wait()
+    try:
+        async with balancer.running(), aiohttp.ClientSession() as session:
+            await kit.wait_until(lambda: len(balancer.ready) == 2, "both are ready")
+            clients = [asyncio.create_task(client(session)) for _ in range(8)]
+            for port, process in tuple(processes.items()):
+                process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(20):
+                    assert await process.wait() == 0
+                processes[port], _ = await start(engines, port)
+                await kit.wait_until(lambda: len(balancer.ready) == 2, "both are ready again")
+            done.set()
+            await asyncio.gather(*clients)
+    finally:
+        for process in processes.values():
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
     assert len(ends) > 50
     assert set(ends) == {(200, True)}
