@@ -93,10 +93,12 @@ def encode_holders(holders: Holders) -> bytes:
 def decode_holders(value: bytes) -> Holders:
     """The bitmaps of a ``blocks`` value."""
     width = value[0]
-    gpu, cpu, disk = (
-        int.from_bytes(value[1 + at * width : 1 + (at + 1) * width], "little") for at in range(3)
+    cpu_at, disk_at = 1 + width, 1 + 2 * width
+    return (
+        int.from_bytes(value[1:cpu_at], "little"),
+        int.from_bytes(value[cpu_at:disk_at], "little"),
+        int.from_bytes(value[disk_at : disk_at + width], "little"),
     )
-    return gpu, cpu, disk
 
 
 _NAME = struct.Struct("<8s3BII6s")  # ``again`` is the highest byte of the second u32, beside ``ghosts``

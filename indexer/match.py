@@ -1,8 +1,8 @@
 """How many leading blocks of a prompt each slot holds.
 
 A key names its whole prefix, and engines evict tail first, so what a healthy slot holds of a prompt is a
-leading run. It is enough to look at every 32nd block, and to search by halves where the set of holders
-changes. A slot with holes (blocks whose parent it does not hold) is walked block by block.
+leading run. It is enough to look at the first block and the last, and to search by halves where the set of
+holders changes in between. A slot with holes (blocks whose parent it does not hold) is walked block by block.
 
 An engine that keeps blocks in several attention groups may use less of it: what the other groups hold
 restricts a hit.
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-
-STRIDE = 32
 
 Lookup = Callable[[bytes], int]
 
@@ -29,15 +27,12 @@ def match(lookup: Lookup, keys: Sequence[bytes], slots: int, holey: int = 0) -> 
     first = lookup(keys[0]) & slots
     matched: dict[int, int] = {}
     _walk(lookup, keys, first & holey, matched)
-    held, at = first & ~holey, 1
-    while held and at < len(keys):
-        end = min(at + STRIDE, len(keys))
-        lost = held & ~lookup(keys[end - 1])
-        _locate(lookup, keys, lost, at, end, matched)
-        held &= ~lost
-        at = end
-    for slot in _bits(held):
-        matched[slot] = len(keys)
+    held = first & ~holey
+    if held:
+        whole = held & lookup(keys[-1])
+        for slot in _bits(whole):
+            matched[slot] = len(keys)
+        _locate(lookup, keys, held & ~whole, 1, len(keys), matched)
     return matched
 
 
@@ -67,20 +62,24 @@ def _shorten(holds: Callable[[int], bool], length: int, need: int | None) -> int
 def _locate(
     lookup: Lookup, keys: Sequence[bytes], lost: int, start: int, end: int, matched: dict[int, int]
 ) -> None:
-    """Notes where in ``start`` to ``end`` each slot of ``lost`` ends, which all hold what is before."""
+    """Notes where each slot of ``lost`` ends: they all hold what is before ``start``, none all before
+    ``end``.
+    """
     searches = [(lost, start, end)] if lost else []
     while searches:
         lost, start, end = searches.pop()
-        if end - start == 1:
-            for slot in _bits(lost):
-                matched[slot] = start
-            continue
-        middle = (start + end) // 2
-        beyond = lost & lookup(keys[middle - 1])
-        if beyond:
-            searches.append((beyond, middle, end))
-        if lost & ~beyond:
-            searches.append((lost & ~beyond, start, middle))
+        while end - start > 1:
+            middle = (start + end) // 2
+            beyond = lost & lookup(keys[middle - 1])
+            if not beyond:
+                end = middle
+            elif beyond == lost:
+                start = middle
+            else:
+                searches.append((beyond, middle, end))
+                lost, end = lost & ~beyond, middle
+        for slot in _bits(lost):
+            matched[slot] = start
 
 
 def _walk(lookup: Lookup, keys: Sequence[bytes], held: int, matched: dict[int, int]) -> None:

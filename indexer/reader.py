@@ -73,7 +73,7 @@ class KeysOf:
         return keys if self.tokens is None else keys[: max(0, self.tokens - 1) // block_size]
 
 
-class Matched(msgspec.Struct, frozen=True):
+class Matched(msgspec.Struct, frozen=True, gc=False):
     """What one stream holds of a prompt.
 
     ``gpu``, ``cpu`` and ``disk`` are leading tokens, cumulative (what is on the GPU; there or in memory;
@@ -279,6 +279,7 @@ class MapReader:
         """As :meth:`query`, for a prompt that is told by the keys of its blocks."""
         with self._begin() as txn:
             age = self._heartbeat_age(txn)
+            judged: dict[tuple[str, float], tuple[str, float]] = {}
             families: dict[tuple[Any, ...], list[StreamRecord]] = {}
             for record in self._streams(txn):
                 if serves(record, model):
@@ -286,7 +287,11 @@ class MapReader:
             answer: list[Matched] = []
             for members in families.values():
                 held = self._held(txn, members, keys_of)
-                answer += [self._matched(record, held, age) for record in members]
+                for record in members:
+                    kind = (record.state, record.wrong)
+                    if kind not in judged:
+                        judged[kind] = self._judge(record, age)
+                    answer.append(_matched(record, held, *judged[kind]))
         return answer
 
     def _held(
@@ -358,24 +363,6 @@ class MapReader:
             return gpu if level == 0 else gpu | cpu if level == 1 else gpu | cpu | disk
 
         return lookup
-
-    def _matched(self, record: StreamRecord, held: list[dict[int, int]], age: float) -> Matched:
-        state, weight = self._judge(record, age)
-        size = record.block_size or 0
-        gpu, cpu, disk = held
-        slot = record.slot
-        return Matched(
-            record.registration.instance,
-            record.id[1],
-            size,
-            state,
-            weight,
-            gpu.get(slot, 0) * size,
-            cpu.get(slot, 0) * size,
-            disk.get(slot, 0) * size,
-            record.generation,
-            record.sequence,
-        )
 
     def holders(self, key: bytes) -> list[tuple[StreamRecord, list[str]]]:
         """Who holds a block, and in which tiers, by block key."""
@@ -455,6 +442,25 @@ def keys_of_locals(locals_: Sequence[bytes], lora_name: str | None) -> KeysOf:
         return block_keys(root, locals_)
 
     return KeysOf(keys_of, lora_name)
+
+
+def _matched(record: StreamRecord, held: list[dict[int, int]], state: str, weight: float) -> Matched:
+    instance, rank = record.id
+    size = record.block_size or 0
+    gpu, cpu, disk = held
+    slot = record.slot
+    return Matched(
+        instance,
+        rank,
+        size,
+        state,
+        weight,
+        gpu.get(slot, 0) * size,
+        cpu.get(slot, 0) * size,
+        disk.get(slot, 0) * size,
+        record.generation,
+        record.sequence,
+    )
 
 
 def serves(record: StreamRecord, model: str) -> bool:

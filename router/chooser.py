@@ -99,8 +99,8 @@ class Chooser:
 
     def _load_now(self, stream: StreamId) -> StreamLoad:
         """What is booked there, without the prompt tokens that are computed by now."""
-        booked, computed = self.load.of(stream), self.load.computed_tokens(stream)
-        if not computed:
+        booked = self.load.of(stream)
+        if not booked.prefill_tokens or not (computed := self.load.computed_tokens(stream)):
             return booked
         waiting = max(0, booked.prefill_tokens - computed)
         return StreamLoad(booked.requests, waiting, booked.decoding)
@@ -108,9 +108,8 @@ class Chooser:
     def _candidate(
         self, stream: StreamId, subject: Subject, hinted_marks: int, load: StreamLoad
     ) -> Candidate:
-        speed, reported = self.load.latency.of(stream), self.load.reported(stream)
-        self.displacement.capacity(stream, reported.capacity_tokens if reported else None)
-        matched, prompt_tokens = (subject.matches or {}).get(stream), subject.prompt_tokens
+        speed, prompt_tokens = self.load.latency.of(stream), subject.prompt_tokens
+        matched = subject.matches.get(stream) if subject.matches else None
         cached, credited = _credit(matched, prompt_tokens)
         hinted = 0
         if hinted_marks and prompt_tokens:
@@ -130,8 +129,15 @@ class Chooser:
             overhead_s=speed.overhead_s,
             s_per_token=speed.s_per_token,
             behind=self.crowding.behind(stream),
-            room_tokens=self.displacement.room_tokens(stream),
+            room_tokens=self._room_tokens(stream),
         )
+
+    def _room_tokens(self, stream: StreamId) -> int | None:
+        reported = self.load.reported(stream)
+        if reported is None:
+            return None
+        self.displacement.capacity(stream, reported.capacity_tokens)
+        return self.displacement.room_tokens(stream)
 
     def _book(self, subject: Subject, chosen: Candidate, now: float) -> tuple[int, Reservation]:
         tokens = subject.guessed_tokens
@@ -150,17 +156,20 @@ def usable_tokens(matched: Matched, prompt_tokens: int, held: int) -> int:
     """``held`` tokens capped to what an engine can use: it always computes the last token of a prompt
     itself.
     """
-    if matched.block_size <= 0:
+    size = matched.block_size
+    if size <= 0:
         return 0
-    return min(held, (prompt_tokens - 1) // matched.block_size * matched.block_size)
+    most = (prompt_tokens - 1) // size * size
+    return held if held < most else most
 
 
 def _credit(matched: Matched | None, prompt_tokens: int | None) -> tuple[int | None, int]:
     """The match as it is told, and what it is worth: by tier and by trust. Tokens."""
     if matched is None or not prompt_tokens:
         return None, 0
-    gpu = usable_tokens(matched, prompt_tokens, matched.gpu)
-    if matched.gpu == matched.cpu == matched.disk:
+    held = matched.gpu
+    gpu = usable_tokens(matched, prompt_tokens, held)
+    if held == matched.cpu == matched.disk:
         return gpu, int(matched.weight * gpu)
     cpu, disk = (usable_tokens(matched, prompt_tokens, held) for held in (matched.cpu, matched.disk))
     credited = matched.weight * (gpu + CPU_CREDIT * max(0, cpu - gpu) + DISK_CREDIT * max(0, disk - cpu))

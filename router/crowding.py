@@ -40,10 +40,10 @@ class Crowding:
         """A request came, and found each of the streams busy or not."""
         shares = []
         for stream, busy in streams:
-            average = self._busy.get(stream)
-            if average is None:
-                average = self._busy[stream] = _Average(self._mean)
-            average.add(float(busy))
+            average = self._busy.get(stream) or self._busy.setdefault(stream, _Average(self._mean))
+            average.count += 1
+            share = 1 / (average.count + 1 / FIRST_SHARE)
+            average.value += (share if share > SHARE else SHARE) * (busy - average.value)
             shares.append(average.value)
         self._mean = sum(shares) / len(shares)
 
@@ -54,7 +54,8 @@ class Crowding:
         """
         average = self._busy.get(stream)
         own = self._mean if average is None else average.value
-        utilisation = min(MOST, OWN * own + (1 - OWN) * self._mean)
+        utilisation = OWN * own + (1 - OWN) * self._mean
+        utilisation = utilisation if utilisation < MOST else MOST
         return utilisation / (1.0 - utilisation)
 
     def forget(self, stream: StreamId) -> None:
@@ -65,7 +66,3 @@ class Crowding:
 class _Average(msgspec.Struct):
     value: float
     count: int = 0
-
-    def add(self, seen: float) -> None:
-        self.count += 1
-        self.value += max(SHARE, 1 / (self.count + 1 / FIRST_SHARE)) * (seen - self.value)

@@ -14,7 +14,7 @@ HEADER_PREFIX = "x-warmroute-"
 MAX_REASON_CHARS = 300
 
 
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A stream that could take the request.
 
     ``matched_tokens`` is what the index says that it holds of the prompt and an engine can use; None where
@@ -49,7 +49,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def reused_tokens(self) -> int:
         """What of the prompt it will not have to compute."""
-        return max(self.credited_tokens, self.hinted_tokens)
+        credited, hinted = self.credited_tokens, self.hinted_tokens
+        return credited if credited > hinted else hinted
 
     @property
     def trusted_tokens(self) -> int | None:
@@ -71,7 +72,7 @@ class Ask(msgspec.Struct, frozen=True):
     seat: StreamId | None = None
 
 
-class Ranked(msgspec.Struct, frozen=True):
+class Ranked(msgspec.Struct, frozen=True, gc=False):
     """A candidate with its cost (lower is better), the terms that add up to it, and the reason in words."""
 
     candidate: Candidate

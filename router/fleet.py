@@ -246,6 +246,8 @@ class Fleet:
 
     def admitted(self, streams: Sequence[StreamId]) -> list[StreamId]:
         """The streams of replicas that are not kept from requests now; all where that would leave none."""
+        if self.outliers.doubts_nobody:
+            return list(streams)
         admitted = set(self.outliers.admit(list(dict.fromkeys(name for name, _ in streams))))
         return [stream for stream in streams if stream[0] in admitted]
 
@@ -260,9 +262,11 @@ class Fleet:
     def _may_serve(self, model: str | None) -> list[Replica]:
         return [r for r in self.replicas.values() if r.models is None or r.resolve(model) is not None]
 
-    def streams(self) -> set[StreamId]:
-        """The streams of all replicas."""
-        return {stream for replica in self.replicas.values() for stream in replica.streams()}
+    def has(self, stream: StreamId) -> bool:
+        """Whether it is of one of the replicas."""
+        name, rank = stream
+        replica = self.replicas.get(name)
+        return replica is not None and rank in replica.all_ranks
 
     def failed(self, name: str, error: str, *, unreachable: bool) -> None:
         """A request to the replica failed. ``unreachable`` takes it out now; else it is checked at once."""

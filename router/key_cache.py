@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import takewhile
 
 from cachetools import LRUCache
 from xxhash import xxh3_128
@@ -40,12 +41,13 @@ class KeyCache:
         return PromptKeys(self, _digests(tokens, lora_name, cache_salt))
 
     def known_tokens(self, digests: Sequence[bytes]) -> int:
-        """How many leading tokens have keys already, in some family: two models hardly ever share prompts."""
-        families = list(self._families)
-        for number, digest in enumerate(digests):
-            if not any((digest, family) in self._kept for family in families):
-                return number * SEGMENT_TOKENS
-        return len(digests) * SEGMENT_TOKENS
+        """How many leading tokens have keys already, all of them in one family."""
+        kept = self._kept
+        counts = (
+            sum(1 for _ in takewhile(kept.__contains__, ((digest, family) for digest in digests)))
+            for family in self._families
+        )
+        return max(counts, default=0) * SEGMENT_TOKENS
 
     def keys(
         self,

@@ -33,7 +33,7 @@ MOST_ECHO = 4.0
 """Bounds what is believed of other routers that have not been seen yet."""
 
 
-class StreamLoad(msgspec.Struct, frozen=True):
+class StreamLoad(msgspec.Struct, frozen=True, gc=False):
     """``requests`` in flight; ``prefill_tokens`` uncached prompt tokens of those whose prefill is not over;
     ``decoding`` requests whose is.
     """
@@ -131,17 +131,22 @@ class Load:
 
     def of(self, stream: StreamId) -> StreamLoad:
         """The load of one stream: the router's, and what others are thought to have there."""
-        ours, others = self.together(stream), self.others(stream)
-        return ours if others is IDLE else ours + others
+        ours = self.together(stream)
+        if stream not in self._seen or (others := self.others(stream)) is IDLE:
+            return ours
+        return ours + others
 
     def together(self, stream: StreamId) -> StreamLoad:
         """What this router has sent to one stream and not yet got back, by whatever worker."""
-        ours, workers = self.ours(stream), self.workers(stream)
-        return ours if workers is IDLE else ours + workers
+        ours = self.ours(stream)
+        if self._shares is None or (workers := self.workers(stream)) is IDLE:
+            return ours
+        return ours + workers
 
     def ours(self, stream: StreamId) -> StreamLoad:
         """What this process has sent to one stream and not yet got back."""
-        self._settle(stream)
+        if stream in self._prefilled_at:
+            self._settle(stream)
         return self._streams.get(stream, IDLE)
 
     def workers(self, stream: StreamId) -> StreamLoad:
@@ -292,7 +297,7 @@ class Load:
 
     def _settle(self, stream: StreamId) -> None:
         """Moves what is due from prefill to decoding."""
-        heap = self._prefilled_at.get(stream)
+        heap = self._prefilled_at[stream]
         while heap and heap[0][0] <= self._clock():
             heapq.heappop(heap)[2].prefilled()
 

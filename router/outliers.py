@@ -79,6 +79,11 @@ class Outliers:
         self._clock = clock
         self._records: dict[str, _Record] = {}
 
+    @property
+    def doubts_nobody(self) -> bool:
+        """Whether no replica has failed, or come back, so far."""
+        return not self._records
+
     def standing(self, name: str) -> Standing:
         record = self._records.get(name)
         if record is None:
@@ -90,8 +95,6 @@ class Outliers:
 
     def admit(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that the next request may go to; all of them where it could go to none."""
-        if not self._records:
-            return list(names)
         admitted = [name for name in names if self._admits(name)]
         if admitted:
             return admitted

@@ -268,28 +268,28 @@ class Planner:
         finally:
             self._metrics.lookup_seconds.observe(self._clock() - begun)
 
-    def _weighed(self, matched: Matched) -> Matched:
-        weight = self._trust.weight((str(matched.instance), matched.rank))
+    def _weighed(self, stream: StreamId, matched: Matched) -> Matched:
+        weight = self._trust.weight(stream)
         return matched if weight >= matched.weight else msgspec.structs.replace(matched, weight=weight)
 
     def _judge(self, answer: Sequence[Matched]) -> _Matches:
         """The answer by stream, without what we do not know, and whether any of it can be used."""
-        known = self._fleet.streams()
-        named = {(str(m.instance), m.rank): self._weighed(m) for m in answer}
-        by_stream = {stream: matched for stream, matched in named.items() if stream in known}
-        strangers = self._new_strangers({name for name, _ in named} - self._fleet.replicas.keys())
+        named = {(str(m.instance), m.rank): m for m in answer}
+        by_stream = {s: self._weighed(s, matched) for s, matched in named.items() if self._fleet.has(s)}
+        strangers = ""
         if len(by_stream) < len(named):
+            strangers = self._new_strangers({name for name, _ in named} - self._fleet.replicas.keys())
             self._metrics.unknown_streams.inc(len(named) - len(by_stream))
         if not by_stream:
             return _Matches(fallback=fallback.UNKNOWN_REPLICA if answer else fallback.MODEL_NOT_INDEXED)
         notes: tuple[str, ...] = (f"ignored in the index: {strangers}",) if strangers else ()
-        doubtful = {m.state for m in by_stream.values() if m.weight <= 0}
-        trusted = sum(m.weight > 0 for m in by_stream.values())
+        untrusted = [m.state for m in by_stream.values() if m.weight <= 0]
+        doubtful, trusted = set(untrusted), len(by_stream) - len(untrusted)
         if not trusted:
             return _Matches(by_stream, fallback.untrusted(doubtful), notes)
         if doubtful:
-            untrusted = f"{len(by_stream) - trusted} of {len(by_stream)} streams not trusted now"
-            notes += (f"{untrusted} ({', '.join(sorted(doubtful))})",)
+            said = f"{len(untrusted)} of {len(by_stream)} streams not trusted now"
+            notes += (f"{said} ({', '.join(sorted(doubtful))})",)
         return _Matches(by_stream, notes=notes)
 
 

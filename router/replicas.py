@@ -251,7 +251,8 @@ class Replica:
 
     def streams(self) -> list[StreamId]:
         """One stream for each rank."""
-        return [(self.name, rank) for rank in self.all_ranks]
+        name = self.spec.name
+        return [(name, rank) for rank in self.all_ranks]
 
     @property
     def all_ranks(self) -> tuple[int, ...]:

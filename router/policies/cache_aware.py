@@ -49,18 +49,12 @@ class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _terms(self, ask: Ask, prompt_tokens: int, candidate: Candidate) -> dict[str, float]:
         new_tokens = prompt_tokens - candidate.reused_tokens
-        uncached_s = candidate.s_per_token * new_tokens
-        load_weight, cache_weight = 2 * (1 - self.affinity), 2 * self.affinity
-        terms = {name: load_weight * value for name, value in least_loaded.load_terms(candidate).items()}
-        terms["uncached"] = cache_weight * uncached_s
+        token_s, behind = 2 * self.affinity * candidate.s_per_token, candidate.behind
+        terms = least_loaded.load_terms(candidate, 2 * (1 - self.affinity))
+        terms["uncached"] = token_s * new_tokens
         if self.foresight:
-            terms["behind"] = cache_weight * candidate.behind * uncached_s
-            terms["displaced"] = (
-                cache_weight
-                * (1 + candidate.behind)
-                * candidate.s_per_token
-                * _displaced(ask, candidate, new_tokens)
-            )
+            terms["behind"] = token_s * behind * new_tokens
+            terms["displaced"] = token_s * (1 + behind) * _displaced(ask, candidate, new_tokens)
         return terms
 
 

@@ -13,12 +13,13 @@ prefills.
 """
 
 
-def load_terms(candidate: Candidate) -> dict[str, float]:
+def load_terms(candidate: Candidate, weight: float = 1.0) -> dict[str, float]:
     """Seconds for the prompt tokens queued to prefill, and for what the requests in flight cost."""
+    token_s = weight * candidate.s_per_token
     return {
-        "overhead": candidate.overhead_s,
-        "queued": candidate.s_per_token * candidate.prefill_tokens,
-        "in_flight": candidate.s_per_token * REQUEST_TOKENS * candidate.requests,
+        "overhead": weight * candidate.overhead_s,
+        "queued": token_s * candidate.prefill_tokens,
+        "in_flight": token_s * REQUEST_TOKENS * candidate.requests,
     }
 
 
