@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from indexer.changes import Changes
-from indexer.corrections import Corrections
+from indexer.corrections import BELIEF_S, Corrections
 from indexer.layout import StreamKey, StreamRecord
 from indexer.outcome import Outcome, refused
 from indexer.reader import WEIGHTS
@@ -66,11 +66,14 @@ def _confirm(
     cached: int,
     now: float,
 ) -> int:
-    """Of what was cached, a denial ends, and a belief lasts longer."""
+    """Of what was cached, a denial ends, and a belief lasts longer.
+
+    It is renewed in its second half: what changes is written, and read again by every reader.
+    """
     there = answered.keys[:cached]
     if corrections.believed:
         for block in there:
-            if block in corrections.believed:
+            if corrections.believed.get(block, now + BELIEF_S) - now < BELIEF_S / 2:
                 corrections.believe(changes, record, block, now)
     denied = [block for block in there if block in corrections.denied]
     return corrections.end(changes, record, denied)

@@ -180,7 +180,15 @@ class Followed:
         for rank in self.every:
             rank.expire(group)
             record = rank.record
-            if record.lost_at is None or self._shared.wall() - record.lost_at < self._shared.partial_ttl_s:
+            if record.lost_at is None:
+                continue
+            since_loss = self._shared.wall() - record.lost_at
+            if (
+                since_loss < 0
+            ):  # the host's clock was set back; the bound must not wait until it is there again
+                record.lost_at += since_loss
+                group.touch(record)
+            if since_loss < self._shared.partial_ttl_s:
                 continue
             self._warn(
                 "outdated",

@@ -313,6 +313,22 @@ def test_a_belief_is_renewed_by_confirmation_and_ends_without(
     assert (gpu(rig), rows(rig)) == (0, (0, 0))
 
 
+def test_answers_that_say_the_same_again_change_nothing(rig: Any, engine: Any, answers: Answers) -> None:
+    """A hot prompt that is never announced is confirmed by every answer: readers need not read it anew."""
+    rig.follow("A", block_size=SIZE)
+    answers.say(24)
+    changes = rig.record(("A", 0)).corrected
+    for _ in range(10):
+        rig.now += BELIEF_S / 30
+        assert answers.say(24) == Outcome()
+    assert rig.record(("A", 0)).corrected == changes
+    rig.now += BELIEF_S / 5
+    answers.say(24)
+    assert rig.record(("A", 0)).corrected == changes + 6
+    rig.now += BELIEF_S - 1
+    assert gpu(rig) == 24
+
+
 def test_a_belief_ends_when_an_answer_lacks_the_block(rig: Any, engine: Any, answers: Answers) -> None:
     rig.follow("A", block_size=SIZE)
     answers.say(24)
@@ -505,6 +521,25 @@ def test_ev14_what_was_known_before_a_loss_is_forgotten_in_time(rig: Any, engine
     rig.say(a, AllBlocksCleared())
     assert rig.record(a).state == "live"
     rig.check()
+
+
+def test_ev14_a_clock_that_is_set_back_puts_the_bound_off_by_no_more_than_itself(
+    rig: Any, engine: Any
+) -> None:
+    a, ahead = rig.follow("A"), 86_400.0
+    rig.ingest._shared.wall = lambda: rig.now + ahead
+    rig.say(a, engine().stored(PROMPT))
+    lose(rig, a)
+    rig.say(a, engine().stored(BRANCH))
+    rig.now += 1000
+    ahead = 0.0
+    rig.ingest.step([])
+    rig.now += 1799
+    rig.ingest.step([])
+    assert gpu(rig) == 28
+    rig.now += 1
+    rig.ingest.step([])
+    assert gpu(rig) == 0
 
 
 def test_ev14_the_bound_counts_from_the_first_loss_and_survives_a_restart(
