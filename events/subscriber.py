@@ -20,6 +20,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from events.contexts import Context, Contexts
 from events.inbox import Inbox, StreamId
 from events.logs import Throttled
 from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
@@ -31,7 +32,6 @@ MAX_SEQUENCE = (1 << 63) - 1  # engines count from 0; more is a fault, and canno
 MAX_MESSAGE_BYTES = 32 << 20
 LIVE_HIGH_WATER = 100_000
 READS_PER_TURN = 256
-MAX_SOCKETS = 65_535
 WAKE_MS = 500
 RESUME_MS = 20
 RECONNECT_PATIENCE_S = 1.0
@@ -135,10 +135,11 @@ class _Live:
 class _Replay:
     """A DEALER socket with one outstanding request."""
 
-    def __init__(self, socket: zmq.Socket[bytes], stream: StreamId, ask: int) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], stream: StreamId, ask: int, address: str) -> None:
         self.socket = socket
         self.stream = stream
         self.ask = ask
+        self.address = address
 
 
 class Subscriber:
@@ -155,8 +156,7 @@ class Subscriber:
         self._tap = tap
         self._max_message_bytes = max_message_bytes
         self.faults = Faults()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._contexts = Contexts()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._poller = zmq.Poller()
         self._live: dict[zmq.Socket[bytes], _Live] = {}
@@ -199,7 +199,7 @@ class Subscriber:
             self._command(self._stop)
             self._thread.join(timeout=5)
             self._wake_out.close(0)
-            self._context.destroy(linger=0)
+            self._contexts.end()
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -210,7 +210,7 @@ class Subscriber:
     # on the thread
 
     def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        inner, outer = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        inner, outer = self._contexts.shared.socket(zmq.PULL), self._contexts.shared.socket(zmq.PUSH)
         inner.bind("inproc://wake")
         outer.connect("inproc://wake")
         self._poller.register(inner, zmq.POLLIN)
@@ -288,9 +288,10 @@ class Subscriber:
         return next((live for live in bound if live.address == source.address), None)
 
     def _open_live(self, source: Source) -> _Live:
-        socket = self._socket(zmq.SUB, LIVE_HIGH_WATER)
+        context = self._contexts.acquire(source.address)
+        socket = self._socket(context, zmq.SUB, LIVE_HIGH_WATER)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
-        monitor = self._context.socket(zmq.PAIR)
+        monitor = context.socket(zmq.PAIR)
         endpoint = f"inproc://monitor-{next(self._names)}"
         try:
             socket.monitor(endpoint, _LINK_EVENTS)
@@ -299,6 +300,7 @@ class Subscriber:
         except zmq.ZMQError:
             monitor.close(0)
             socket.close(0)
+            self._contexts.release(source.address)
             raise
         live = _Live(socket, monitor, source)
         self._live[socket] = live
@@ -306,9 +308,9 @@ class Subscriber:
         self._poller.register(monitor, zmq.POLLIN)
         return live
 
-    def _socket(self, kind: int, high_water: int) -> zmq.Socket[bytes]:
+    def _socket(self, context: Context, kind: int, high_water: int) -> zmq.Socket[bytes]:
         """A socket that gives up on a silent peer, and on messages that no engine sends."""
-        socket = self._context.socket(kind)
+        socket = context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, high_water)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
@@ -339,6 +341,7 @@ class Subscriber:
         socket.disable_monitor()
         live.monitor.close(0)
         socket.close(0)
+        self._contexts.release(live.address)
         del self._live[socket]
 
     def _read_live(self, live: _Live) -> None:
@@ -424,15 +427,16 @@ class Subscriber:
         if source is None or source.replay is None:
             return
         self._close_replay(stream)
-        socket = self._socket(zmq.DEALER, 0)
+        socket = self._socket(self._contexts.acquire(source.replay), zmq.DEALER, 0)
         try:
             socket.connect(source.replay)
         except zmq.ZMQError as error:
             socket.close(0)
+            self._contexts.release(source.replay)
             self.faults.count(stream, "replay_address")
             log.error("cannot use replay %s of stream %s: %s", source.replay, stream, error)
             return
-        self._replays[stream] = _Replay(socket, stream, ask)
+        self._replays[stream] = _Replay(socket, stream, ask, source.replay)
         self._poller.register(socket, zmq.POLLIN)
         socket.send_multipart([b"", start.to_bytes(8, "big")])
 
@@ -445,6 +449,7 @@ class Subscriber:
         else:
             self._poller.unregister(replay.socket)
         replay.socket.close(0)
+        self._contexts.release(replay.address)
 
     def _read_replay(self, replay: _Replay) -> None:
         for _ in range(READS_PER_TURN):
