@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from router.errors import RefusedError
+
+
+class BodyPace(msgspec.Struct, frozen=True):
+    """How slow a body may be: silent for ``idle_s`` seconds at most, and after the first ``idle_s`` of
+    them no slower on the whole than ``least_bytes_s``; 0: however slow.
+    """
+
+    idle_s: float = 30.0
+    least_bytes_s: int = 0
+
+    def patience_s(self, passed_s: float, received: int) -> float:
+        """How long to wait for more, when ``received`` bytes came in ``passed_s`` seconds."""
+        if not self.least_bytes_s:
+            return self.idle_s
+        return min(self.idle_s, self.idle_s + received / self.least_bytes_s - passed_s)
 
 
 def check_framing(request: web.Request) -> None:
@@ -22,23 +38,24 @@ def check_framing(request: web.Request) -> None:
         raise RefusedError(505, "HTTP Version Not Supported", "Only HTTP/1.0 and HTTP/1.1 are served")
 
 
-async def read_body(request: web.Request, limit_bytes: int, idle_s: float) -> bytes:
-    """The body. Raises RefusedError: 413 over the limit, 408 when nothing of it comes for ``idle_s``, 400
-    when it breaks off or is malformed.
+async def read_body(request: web.Request, limit_bytes: int, pace: BodyPace) -> bytes:
+    """The body. Raises RefusedError: 413 over the limit, 408 when it comes slower than ``pace``, 400 when it
+    breaks off or is malformed.
     """
     check_framing(request)
     if request.content_length is not None and request.content_length > limit_bytes:
         raise _too_large(limit_bytes)
-    body = bytearray()
+    loop = asyncio.get_running_loop()
+    body, began = bytearray(), loop.time()
+    patience_s = pace.idle_s
     try:
-        while piece := await _next_piece(request, idle_s):
+        while piece := await _next_piece(request, patience_s):
             body += piece
+            patience_s = pace.patience_s(loop.time() - began, len(body))
             if len(body) > limit_bytes:
                 raise _too_large(limit_bytes)
     except TimeoutError as error:
-        raise RefusedError(
-            408, "Request Timeout", f"Nothing of the request body came for {idle_s:g} s", reason="slow body"
-        ) from error
+        raise _too_slow(pace, patience_s) from error
     except web.RequestPayloadError as error:
         raise RefusedError(
             400, "Bad Request", "The request body cannot be read", reason="bad body"
@@ -46,11 +63,11 @@ async def read_body(request: web.Request, limit_bytes: int, idle_s: float) -> by
     return bytes(body)
 
 
-async def _next_piece(request: web.Request, idle_s: float) -> bytes:
+async def _next_piece(request: web.Request, patience_s: float) -> bytes:
     # Not at_eof(): what was malformed is at its end too, and only reading says so.
     if request.content.is_eof():
         return await request.content.readany()
-    async with asyncio.timeout(idle_s):
+    async with asyncio.timeout(patience_s):
         return await request.content.readany()
 
 
@@ -61,3 +78,10 @@ def _too_large(limit_bytes: int) -> RefusedError:
         f"The request body is larger than {limit_bytes} bytes (--request-limit-bytes)",
         reason="request too large",
     )
+
+
+def _too_slow(pace: BodyPace, patience_s: float) -> RefusedError:
+    message = f"Nothing of the request body came for {pace.idle_s:g} s"
+    if patience_s < pace.idle_s:
+        message = f"The request body came slower than {pace.least_bytes_s} bytes/s (--body-least-bytes-s)"
+    return RefusedError(408, "Request Timeout", message, reason="slow body")

@@ -26,6 +26,7 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._of_replicas: list[Counter | Histogram] = []
         self.requests = self._counter("requests", "Requests by how they ended", "policy", "replica", "status")
         self.decisions = self._counter(
             "decisions", "Choices by whether the policy had what it needs", "policy", "mode"
@@ -47,6 +48,9 @@ class RouterMetrics:
         self.queued = Gauge(PREFIX + "queued", "Requests that wait for room now", registry=self.registry)
         self.retries = self._counter(
             "retries", "Attempts that failed before a byte was answered", "replica", "reason"
+        )
+        self.retries_refused = self._counter(
+            "retries_refused", "Requests that were not tried once more though attempts were left", "reason"
         )
         self.broken = self._counter("broken_answers", "Answers that broke off in the middle", "replica")
         self.unknown_streams = self._counter(
@@ -77,11 +81,20 @@ class RouterMetrics:
             buckets=_TTFT_BUCKETS,
             registry=self.registry,
         )
+        self._of_replicas.append(self.ttft_seconds)
         self.lookup_seconds = self._fast("lookup_seconds", "Asking the index")
         self.tokenize_seconds = self._fast("tokenize_seconds", "Getting a prompt's tokens")
 
+    def forget(self, replica: str) -> None:
+        """Takes the series of a replica out that is none of ours any more."""
+        for metric in self._of_replicas:
+            metric.remove_by_labels({"replica": replica})
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(PREFIX + name, text, labels, registry=self.registry)
+        counter = Counter(PREFIX + name, text, labels, registry=self.registry)
+        if "replica" in labels:
+            self._of_replicas.append(counter)
+        return counter
 
     def _fast(self, name: str, text: str) -> Histogram:
         return Histogram(PREFIX + name, text, buckets=_FAST_BUCKETS, registry=self.registry)

@@ -101,6 +101,10 @@ class Outliers:
         # Better one that is warming up than one that fails, and better that one than nobody.
         return [name for name in names if self.standing(name) is Standing.SLOW_START] or list(names)
 
+    def failing(self) -> frozenset[str]:
+        """Those whose last request failed, or that are kept out."""
+        return frozenset(name for name, record in self._records.items() if record.failures or record.ejected)
+
     def _admits(self, name: str) -> bool:
         record = self._records.get(name)
         if record is None:

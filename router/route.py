@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 from opentelemetry.trace import Span
 
 from events.logs import Throttled
-from router.body import read_body
+from router.body import BodyPace, read_body
 from router.decider import Decider
 from router.decision_log import DecisionLog
 from router.errors import (
@@ -37,6 +37,7 @@ from router.prompt import CHAT_PATH, COMPLETIONS_PATH, model_of, priority_of
 from router.refusal import refusal
 from router.relay import ClientGoneError, RelayedAnswer, refused
 from router.replicas import Replica
+from router.retries import RetryBudget, RetryRules
 from router.tap import Recorder
 from router.tracing import Tracing, describe_decision, describe_request
 from router.upstream import Upstream, UpstreamAnswer
@@ -73,9 +74,9 @@ class Route:
         tracing: Tracing,
         decisions: DecisionLog,
         *,
-        attempts: int,
+        retries: RetryRules,
         retry_server_errors: bool = True,
-        body_idle_s: float = 30.0,
+        body_pace: BodyPace,
         forwarded: bool = True,
         own_keys: bool = False,
         waitlist: Waitlist | None = None,
@@ -89,9 +90,9 @@ class Route:
         self._metrics = metrics
         self._tracing = tracing
         self._decisions = decisions
-        self._attempts = attempts
+        self._budget = RetryBudget(retries)
         self._retry_server_errors = retry_server_errors
-        self._body_idle_s = body_idle_s
+        self._body_pace = body_pace
         self._forwarded = forwarded
         self._own_keys = own_keys
         self._waitlist = Waitlist(0, 0.0) if waitlist is None else waitlist
@@ -104,6 +105,7 @@ class Route:
         request_id = request_id_of(request.headers)
         with self._tracing.request(request.headers, request.path, request_id) as span:
             journey = _Journey(request_id, self._decider.policy.name)
+            self._budget.requests += 1
             try:
                 response = await self._serve(request, journey, span)
                 journey.status = journey.last.status if journey.last else None
@@ -123,11 +125,13 @@ class Route:
                 journey.status = "500"
                 response = self._give_up(request, journey, error)
             finally:
+                self._budget.requests -= 1
+                self._retries_at_failing(journey, False)
                 self._account(journey, span)
             return response
 
     async def _serve(self, request: web.Request, journey: _Journey, span: Span) -> web.StreamResponse:
-        body = await read_body(request, request.client_max_size, self._body_idle_s)
+        body = await read_body(request, request.client_max_size, self._body_pace)
         with self._tracing.decide() as decide_span:
             plan = await self._plan(request, body, journey.request_id)
             journey.policy = plan.policy.name if plan.policy else journey.policy
@@ -138,8 +142,7 @@ class Route:
             except _AttemptFailedError as failure:
                 self._note_failure(journey, failure)
             try:
-                if len(journey.failed) >= self._attempts:
-                    raise _out_of_attempts(journey.failed)
+                self._check_retry(journey)
                 with self._tracing.decide() as decide_span:
                     if journey.answer is None:
                         exchange = await self._find_room(plan, journey, decide_span)
@@ -149,6 +152,21 @@ class Route:
                 if journey.answer is None:
                     raise
                 return await self._give_kept(request, journey, journey.answer)
+
+    def _check_retry(self, journey: _Journey) -> None:
+        """Raises RefusedError for a request that was tried often enough."""
+        self._retries_at_failing(journey, False)
+        rules = self._budget.rules
+        if len(journey.failed) >= rules.attempts:
+            raise _out_of_attempts(journey.failed)
+        if len(journey.killed) >= rules.deaths:
+            self._metrics.retries_refused.labels("deaths").inc()
+            raise _deadly(journey.killed)
+
+    def _retries_at_failing(self, journey: _Journey, now: bool) -> None:
+        """Books whether the request is being tried again at a replica that fails."""
+        self._budget.retries += now - journey.at_failing
+        journey.at_failing = now
 
     async def _plan(self, request: web.Request, body: bytes, request_id: str) -> Plan:
         if request.method == "POST" and request.path in PROMPT_PATHS:
@@ -179,7 +197,18 @@ class Route:
     def _choose(self, plan: Plan, journey: _Journey, span: Span) -> Exchange:
         """Decides and books. Nothing is awaited between the booking and the exchange that will release it."""
         attempt = len(journey.exchanges) + 1
-        decision, reservation = self._decider.decide(plan, journey.failed, attempt)
+        failing = self._fleet.outliers.failing() if journey.failed else frozenset()
+        barred = frozenset() if self._budget.has_room else failing - journey.failed
+        try:
+            decision, reservation = self._decider.decide(plan, journey.failed | barred, attempt)
+        except SaturatedError:
+            raise
+        except RefusedError as error:
+            if not barred:
+                raise
+            self._metrics.retries_refused.labels("budget").inc()
+            raise _over_budget(journey.failed) from error
+        self._retries_at_failing(journey, decision.chosen[0] in failing)
         entry, outliers = self._decisions.add(decision), self._fleet.outliers
         exchange = Exchange(plan, entry, reservation, self._metrics, outliers, self._recorder, self._feedback)
         journey.exchanges.append(exchange)
@@ -238,7 +267,7 @@ class Route:
     def _may_go_on(self, request: web.Request, exchange: Exchange, journey: _Journey) -> bool:
         """Whether there is somebody else to try after this one."""
         tried = journey.failed | {exchange.decision.chosen[0]}
-        left = len(tried) < self._attempts
+        left = len(tried) < self._budget.rules.attempts
         return left and self._may_repeat(request) and self._decider.has_another(exchange.plan, tried)
 
     async def _keep(self, answer: UpstreamAnswer, exchange: Exchange) -> None:
@@ -321,6 +350,8 @@ class Route:
             journey.stale = True
             return
         journey.failed.add(failure.replica)
+        if failure.code == DISCONNECTED:
+            journey.killed.add(failure.replica)
         if failure.said is not None:
             journey.answer = journey.exchanges[-1], failure.said
         self._fleet.failed(failure.replica, str(failure), unreachable=failure.code == UNREACHABLE)
@@ -339,7 +370,9 @@ class Route:
         decision = last.decision if last else None
         policy = decision.policy if decision else journey.policy
         status = journey.status or "error"
-        self._metrics.requests.labels(policy, decision.chosen[0] if decision else "", status).inc()
+        # One that is gone by now has no series any more, and gets no new one.
+        replica = decision.chosen[0] if decision and decision.chosen[0] in self._fleet.replicas else ""
+        self._metrics.requests.labels(policy, replica, status).inc()
         describe_request(span, decision, status, last.actual_cached_tokens if last else None)
 
 
@@ -362,6 +395,8 @@ class _Journey:
     ended.
 
     ``last`` is the exchange that the client's answer is of; ``answer`` what a replica said that failed.
+    ``killed`` are those of ``failed`` that broke off without a word while they worked on it; ``at_failing``:
+    it is being tried again, at a replica that fails others too.
     """
 
     def __init__(self, request_id: str, policy: str) -> None:
@@ -369,6 +404,8 @@ class _Journey:
         self.policy = policy
         self.exchanges: list[Exchange] = []
         self.failed: set[str] = set()
+        self.killed: set[str] = set()
+        self.at_failing = False
         self.stale = False
         self.status: str | None = None
         self.last: Exchange | None = None
@@ -412,4 +449,25 @@ def _out_of_attempts(failed: set[str]) -> RefusedError:
         f"no replica could be reached (tried {', '.join(sorted(failed))})",
         retry_after=RETRY_AFTER_S,
         reason="no replica reached",
+    )
+
+
+def _over_budget(failed: set[str]) -> RefusedError:
+    return RefusedError(
+        503,
+        "ServiceUnavailableError",
+        f"tried {', '.join(sorted(failed))}; the others fail too, and enough is being tried again there",
+        retry_after=RETRY_AFTER_S,
+        reason="retry budget used up",
+    )
+
+
+def _deadly(killed: set[str]) -> RefusedError:
+    """Engines die for other reasons too, but not often two in a row of one request."""
+    return RefusedError(
+        502,
+        "BadGatewayError",
+        f"replicas {', '.join(sorted(killed))} broke off while they worked on this request; "
+        "no other is asked",
+        reason="replicas died",
     )

@@ -187,7 +187,7 @@ async def router_app(
         )
         chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS)
         fleet.in_flight = lambda name: load.at(name, fleet.replicas[name].streams())
-        fleet.forgotten = _both(chooser.gone, router.trust.forget)
+        fleet.forgotten = _both(_both(chooser.gone, router.trust.forget), metrics.forget)
         feedback = _feedback(router, map_lookup, probes)
         stack.push_async_callback(feedback.close)
         route = Route(
@@ -200,9 +200,9 @@ async def router_app(
             metrics,
             tracing,
             router.decisions,
-            attempts=settings.attempts,
+            retries=settings.retry_rules(),
             retry_server_errors=settings.retry_server_errors,
-            body_idle_s=settings.body_idle_timeout_s,
+            body_pace=settings.body_pace(),
             forwarded=settings.forwarded,
             own_keys=bool(settings.api_key),
             recorder=recorder,

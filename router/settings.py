@@ -10,11 +10,13 @@ import msgspec
 from msgspec import Meta
 
 from events.address import AddressError, host_and_port
+from router.body import BodyPace
 from router.doors import parse_keys
 from router.errors import SettingsError
 from router.outliers import OutlierRules
 from router.policies import policy_named
 from router.replicas import checked_url, parse_replicas
+from router.retries import RetryRules
 from router.rules import Rule, Rules
 from router.server import Limits
 
@@ -165,6 +167,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     body_idle_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest silence of a client in a request body, seconds.")
     ] = 30.0
+    body_least_bytes_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Slowest request body, bytes a second on the whole, after --body-idle-timeout-s; "
+            "0: any.",
+        ),
+    ] = 1000
     keepalive_s: Annotated[
         float, Meta(gt=0, description="How long a client's connection is kept without a request, seconds.")
     ] = 3630.0
@@ -198,6 +208,24 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         bool,
         Meta(description="Whether an answer of 5xx is tried elsewhere, before a byte of it was passed on."),
     ] = True
+    deaths_per_request: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Replicas that may break off without an answer while they work on one request; then "
+            "it is tried no more: it may be what kills them.",
+        ),
+    ] = 2
+    retry_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of all requests in flight that may be retries at replicas which fail others "
+            "too. Retries at replicas that work do not count.",
+        ),
+    ] = 0.2
+    retry_least: Annotated[int, Meta(ge=0, description="Such retries in flight that are always allowed.")] = 3
     eject_after: Annotated[
         int,
         Meta(ge=0, description="Failed requests in a row that keep a replica from more of them; 0: never."),
@@ -311,6 +339,19 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             head_s=self.head_timeout_s,
             keepalive_s=self.keepalive_s,
         )
+
+    def retry_rules(self) -> RetryRules:
+        """How often, and how much at once, may be tried again."""
+        return RetryRules(
+            attempts=self.attempts,
+            deaths=self.deaths_per_request,
+            share=self.retry_share,
+            least=self.retry_least,
+        )
+
+    def body_pace(self) -> BodyPace:
+        """How slow a request's body may be."""
+        return BodyPace(idle_s=self.body_idle_timeout_s, least_bytes_s=self.body_least_bytes_s)
 
     def outlier_rules(self) -> OutlierRules:
         """The rules by which failing replicas are kept from requests."""

@@ -57,6 +57,22 @@ async def test_op01_a_replica_that_is_taken_out_finishes_what_it_has_and_is_then
     assert router.idle()
 
 
+async def test_op02_the_metrics_of_a_replica_go_when_it_is_gone(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    leaving, staying = await start_engine(), await start_engine()
+    router = await start_router(leaving, staying, policy="round-robin")
+    for streamed in (False, True, True, False):
+        assert (await router.complete([1], stream=streamed)).status == 200
+    await kit.wait_until(router.idle, "nothing is in flight")
+    assert b'replica="e0"' in router.parts.metrics.render()
+    router.parts.fleet.update(parse_replicas([f"e1={staying.url}"]))
+    await kit.wait_until(lambda: names(router) == ["e1"], "it is forgotten")
+    shown = router.parts.metrics.render()
+    assert b'replica="e0"' not in shown
+    assert b'requests_total{policy="round-robin",replica="e1",status="200"} 2.0' in shown
+
+
 async def test_a_replica_that_is_back_before_it_is_gone_goes_on_as_it_was(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:

@@ -84,6 +84,62 @@ async def test_px09_the_attempt_budget_holds_for_server_errors(start_engine: Any
     assert sum(engine.generated for engine in engines) == 2
 
 
+async def test_px09_a_prompt_that_kills_engines_reaches_two_of_them(
+    start_engine: Any, start_router: Any
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        poison = b"poison" in await request.read()
+        return await dropping(request) if poison else web.json_response({})
+
+    engines = [await start_engine(answer=answer) for _ in range(4)]
+    router = await start_router(*engines, attempts=4, policy="round-robin")
+    async with router.client.post(f"{router.url}/v1/completions", json={"prompt": "poison"}) as response:
+        said = await response.json()
+    assert response.status == 502
+    assert "broke off while they worked on this request" in said["error"]["message"]
+    assert sum(engine.generated for engine in engines) == 2
+    assert await router.metric("retries_refused_total", reason="deaths") == 1
+    assert (await router.complete([1])).status == 200
+    assert router.idle()
+
+
+async def test_px09_an_outage_is_not_multiplied_by_the_attempts(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    """All engines fail: of 40 requests at once only the share of the budget is tried again."""
+    gate, first = asyncio.Event(), asyncio.Event()
+
+    async def answer(_: web.Request) -> web.Response:
+        if sum(engine.open for engine in engines) == 40:
+            first.set()
+        await first.wait()
+        if sum(engine.generated for engine in engines) > 40:
+            await gate.wait()
+        return web.json_response({}, status=500)
+
+    engines: list[Any] = []
+    engines += [await start_engine(answer=answer) for _ in range(4)]
+    router = await start_router(*engines, policy="round-robin", eject_after=0, retry_share=0.2, retry_least=1)
+    tasks = [asyncio.create_task(router.complete([1])) for _ in range(40)]
+    await kit.wait_until(lambda: sum(task.done() for task in tasks) >= 20, "most are not tried again")
+    gate.set()
+    assert {response.status for response in await asyncio.gather(*tasks)} == {500}
+    assert sum(engine.generated for engine in engines) < 60
+    assert await router.metric("retries_refused_total", reason="budget") > 20
+    assert router.idle()
+
+
+async def test_px09_the_budget_never_keeps_a_request_from_a_replica_that_works(
+    start_engine: Any, start_router: Any
+) -> None:
+    engines = [await start_engine(answer=answering(500)) for _ in range(2)] + [await start_engine()]
+    router = await start_router(*engines, policy="round-robin", eject_after=0, retry_share=0, retry_least=0)
+    tasks = [asyncio.create_task(router.complete([1])) for _ in range(30)]
+    assert {response.status for response in await asyncio.gather(*tasks)} == {200}
+    assert await router.metric("retries_refused_total", reason="budget") == 0
+    assert router.idle()
+
+
 @pytest.mark.parametrize(
     ("settings", "method", "path"),
     [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from router.body import BodyPace
 from router.settings import UPSTREAM_CLIENTS
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: r\r\n"
@@ -221,10 +222,28 @@ async def test_px02_a_body_that_falls_silent_is_a_408(start_engine: Any, start_r
     assert got.statuses == [408]
     assert engine.generated == 0
     assert router.idle()
-    # A slow one that goes on is fine, however long it takes.
-    pieces = [b"x"] * 30
-    got = await exchange(router, HEAD + b"Content-Length: 30\r\n\r\n", *pieces)
+
+
+async def test_px02_a_body_that_trickles_on_for_ever_is_a_408(start_engine: Any, start_router: Any) -> None:
+    """Never silent for long, and never whole: the pace on the whole counts, unless that is turned off."""
+    head, pieces = HEAD + b"Content-Length: 30\r\n\r\n", [b"x"] * 30
+    engine = await start_engine()
+    router = await start_router(engine, body_idle_timeout_s=0.2)
+    got = await exchange(router, head, *pieces)
+    assert got.statuses == [408]
+    assert b"slower than 1000 bytes/s (--body-least-bytes-s)" in got.content
+    assert engine.generated == 0
+    assert router.idle()
+    patient = await start_router(engine, body_idle_timeout_s=0.2, body_least_bytes_s=0)
+    got = await exchange(patient, head, *pieces)
     assert (got.statuses, engine.bodies[-1]) == ([500], b"x" * 30)
+
+
+def test_px02_a_body_that_keeps_its_pace_is_waited_for_however_long_it_is() -> None:
+    pace = BodyPace(idle_s=30.0, least_bytes_s=1000)
+    assert pace.patience_s(3_600.0, 3_600_000) == 30.0
+    assert pace.patience_s(3_600.0, 3_590_000) == 20.0
+    assert pace.patience_s(3_600.0, 3_500_000) < 0
 
 
 async def test_px16_a_line_of_megabytes_passes(start_engine: Any, start_router: Any, kit: Any) -> None:
