@@ -252,10 +252,13 @@ async def test_rq11_what_a_worker_had_in_flight_goes_with_it(tmp_path: Path, kit
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", textwrap.dedent(TELLING), str(tmp_path), cwd=ROOT
     )
-    await kit.wait_until(lambda: seen.exists() and seen.read_text() == "1", "it is seen")
-    os.kill(int(teller.read_text()), signal.SIGKILL)
-    await kit.wait_until(lambda: seen.read_text() == "0", "it is gone")
-    process.terminate()
+    try:
+        await kit.wait_until(lambda: seen.exists() and seen.read_text() == "1", "it is seen")
+        await kit.wait_until(lambda: teller.exists() and bool(teller.read_text()), "it says who it is")
+        os.kill(int(teller.read_text()), signal.SIGKILL)
+        await kit.wait_until(lambda: seen.read_text() == "0", "it is gone")
+    finally:
+        process.terminate()
     async with asyncio.timeout(10):
         assert await process.wait() == 0
 
