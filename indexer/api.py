@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -22,6 +22,7 @@ from indexer.metrics import IndexerMetrics
 from indexer.reader import Matched, serves
 from indexer.registration import Registration
 from indexer.shard_reader import View
+from indexer.told import TokenId
 
 LARGE_PROMPT_TOKENS = 16_384
 LARGE_PROMPT_BLOCKS = 1_024
@@ -29,8 +30,6 @@ _U64 = (1 << 64) - 1
 
 Body = TypeVar("Body")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 
 class Query(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from msgspec import Raw
 
 from indexer.errors import IndexerAnswerError, IndexerUnreachableError
 from indexer.outcome import Outcome
@@ -103,6 +104,15 @@ class IndexerClient:
         }
         outcome: Outcome = self._decode(await self._call("POST", "/feedback", told), Outcome)
         return outcome
+
+    async def feedback_all(self, told: bytes, count: int) -> list[Outcome]:
+        """Tells of ``count`` answers at once: a JSON list of Told. What came of each, in their order."""
+        outcomes: list[Outcome] = self._decode(
+            await self._call("POST", "/feedback", Raw(told)), list[Outcome]
+        )
+        if len(outcomes) != count:
+            raise IndexerAnswerError(f"{self.url} took {len(outcomes)} of {count} answers", 200)
+        return outcomes
 
     def _decode(self, body: bytes, shape: Any) -> Any:
         try:

@@ -51,7 +51,7 @@ def learn(
     cached = min(answered.cached_tokens // answered.block_size, len(answered.keys))
     outcome.ended += _confirm(changes, record, corrections, answered, cached, now)
     outcome.believed = _believe(changes, record, corrections, answered, cached, now)
-    if cached < answered.usable and _lacks(record, answered):
+    if cached < min(answered.usable, len(answered.keys)) and _lacks(record, answered):
         _deny(changes, record, corrections, answered.keys[cached], since, now, outcome)
     if outcome.reason is None:
         _judge(record, answered)

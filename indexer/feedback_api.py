@@ -11,39 +11,19 @@ from aiohttp import web
 from msgspec import Meta
 
 from events.schema import token_array
-from indexer.api import LARGE_PROMPT_TOKENS, TokenId, _local_hash, answer, parse
+from indexer.api import LARGE_PROMPT_TOKENS, _local_hash, answer, parse
 from indexer.errors import RegistrationError, UnknownInstanceError
 from indexer.feedback import Answered
 from indexer.ingest import Ingest
 from indexer.keys import block_keys, extra_bytes, local_hashes, root_key
 from indexer.layout import StreamRecord
-from indexer.outcome import refused
+from indexer.outcome import Outcome, refused
 from indexer.reader import MapReader, serves
+from indexer.told import Told
 
 COMMIT_TIMEOUT_S = 10
 
 Result = TypeVar("Result")
-Count = Annotated[int, Meta(ge=0, le=1 << 40)]
-
-
-class Feedback(msgspec.Struct, frozen=True):
-    """Body of ``POST /feedback``: one answer's cached tokens.
-
-    ``generation`` and ``sequence`` are those that the query gave, ``predicted_tokens`` what was expected of
-    it. The prompt is told by ``token_ids``, or by ``block_hashes``, local hashes as in ``/query_by_hash``.
-    """
-
-    instance_id: str | int
-    model_name: str
-    generation: int
-    cached_tokens: Count
-    sequence: int | None = None
-    dp_rank: int = 0
-    token_ids: list[TokenId] | None = None
-    block_hashes: list[int] | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    predicted_tokens: Count | None = None
 
 
 class ResetBody(msgspec.Struct, frozen=True):
@@ -68,17 +48,32 @@ class FeedbackApi:
         return [web.post("/feedback", self.feedback), web.post("/reset", self.reset)]
 
     async def feedback(self, request: web.Request) -> web.Response:
-        """Takes an answer; one that comes too late, or of another generation, is refused and says why."""
-        body = parse(await request.read(), Feedback)
-        if (body.token_ids is None) == (body.block_hashes is None):
+        """Takes an answer, or a list of them; one that comes too late, or of another generation, is refused
+        and says why.
+        """
+        body = await request.read()
+        if not is_list(body):
+            return answer(await self._take(parse(body, Told)))
+        # What is learned of all of them is one commit, or a few.
+        return answer(await asyncio.gather(*(self._take_one(told) for told in parse(body, list[Told]))))
+
+    async def _take_one(self, told: Told) -> Outcome:
+        """One of several: that its replica is gone says nothing of the others."""
+        try:
+            return await self._take(told)
+        except UnknownInstanceError:
+            return refused("unknown")
+
+    async def _take(self, told: Told) -> Outcome:
+        if (told.token_ids is None) == (told.block_hashes is None):
             raise RegistrationError("feedback needs the prompt: give token_ids, or block_hashes")
-        (record,) = self._records(str(body.instance_id), body.model_name, body.dp_rank)
-        if record.block_size is None:
-            return answer(refused("block_size"))
-        told = (body, record, record.block_size)
-        large = len(body.token_ids or ()) > LARGE_PROMPT_TOKENS
-        answered = await asyncio.to_thread(_resolve, *told) if large else _resolve(*told)
-        return answer(await _done(self._ingest.learn(answered)))
+        (record,) = self._records(str(told.instance_id), told.model_name, told.dp_rank)
+        if record.block_size is None or told.block_size not in (None, record.block_size):
+            return refused("block_size")
+        large = len(told.token_ids or ()) > LARGE_PROMPT_TOKENS
+        resolve = (told, record, record.block_size)
+        answered = await asyncio.to_thread(_resolve, *resolve) if large else _resolve(*resolve)
+        return await _done(self._ingest.learn(answered))
 
     async def reset(self, request: web.Request) -> web.Response:
         """Forgets what replicas held, or of an adapter; if that fails, it is tried again until it is done."""
@@ -105,7 +100,7 @@ class FeedbackApi:
         return found
 
 
-def _resolve(body: Feedback, record: StreamRecord, block_size: int) -> Answered:
+def _resolve(body: Told, record: StreamRecord, block_size: int) -> Answered:
     """An answer in block keys. Engines always compute the prompt's last token."""
     registered = record.registration
     if body.token_ids is not None:
@@ -113,7 +108,8 @@ def _resolve(body: Feedback, record: StreamRecord, block_size: int) -> Answered:
         usable = max(0, len(body.token_ids) - 1) // block_size
     else:
         locals_ = [_local_hash(value) for value in body.block_hashes or ()]
-        usable = max(0, len(locals_) - 1)  # the prompt may end with its last block
+        tokens = len(locals_) * block_size if body.prompt_tokens is None else body.prompt_tokens
+        usable = max(0, tokens - 1) // block_size
     root = root_key(
         registered.model_name,
         body.lora_name,
@@ -132,6 +128,11 @@ def _resolve(body: Feedback, record: StreamRecord, block_size: int) -> Answered:
         cached_tokens=body.cached_tokens,
         predicted_tokens=body.predicted_tokens,
     )
+
+
+def is_list(body: bytes) -> bool:
+    """Whether a body of JSON holds several answers."""
+    return body.lstrip()[:1] == b"["
 
 
 async def _done(future: Future[Result]) -> Result:

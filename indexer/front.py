@@ -17,16 +17,19 @@ from weakref import WeakValueDictionary
 import aiohttp
 import msgspec
 from aiohttp import web
+from msgspec import Raw
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from indexer.api import QueryApi, answer, errors_as_json, parse
 from indexer.debug import DebugApi, recorded
 from indexer.dump import DumpApi
 from indexer.errors import IndexerError, MapError, MapMissingError, ShardDownError
+from indexer.feedback_api import is_list
 from indexer.folder import lock_to_write, sign
 from indexer.layout import StreamRecord
 from indexer.listening import REQUEST_LIMIT_BYTES, listening
 from indexer.metrics import IndexerMetrics
+from indexer.outcome import refused
 from indexer.reader import serves
 from indexer.readiness import HEALTHY_S, Readiness
 from indexer.registration import Registration
@@ -72,7 +75,8 @@ class Front:
         app.add_routes(
             [
                 web.post("/register", self._register),
-                *(web.post(path, self._pass_on) for path in ("/unregister", "/reset", "/feedback")),
+                *(web.post(path, self._pass_on) for path in ("/unregister", "/reset")),
+                web.post("/feedback", self._feedback),
                 web.get("/debug/replicas", self._replicas),
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
@@ -99,6 +103,41 @@ class Front:
                     }
                     await self._ask(number, "/unregister", msgspec.json.encode(gone))
             return await self._ask(home, "/register", body)
+
+    async def _feedback(self, request: web.Request) -> web.Response:
+        """One answer to the shard of its stream; of a list, to each shard those that concern it."""
+        body = await request.read()
+        if not is_list(body):
+            return await self._pass_on(request)
+        told = parse(body, list[Raw])
+        parts: dict[int, list[int]] = {}
+        for place, one in enumerate(told):
+            named = parse(one, Named)
+            instance = str(named.instance_id)
+            following = self._following(instance, 0 if named.dp_rank is None else named.dp_rank)
+            home = following[0][0] if following else shard_of(instance, len(self._shards))
+            parts.setdefault(home, []).append(place)
+        outcomes: list[Any] = [refused("shard_down")] * len(told)
+
+        async def tell(number: int, places: list[int]) -> web.Response | None:
+            try:
+                status, said = await self._call(
+                    number,
+                    "POST",
+                    "/feedback",
+                    msgspec.json.encode([told[place] for place in places]),
+                    ANSWER_TIMEOUT_S,
+                )
+            except ShardDownError:
+                return None
+            if status >= 400:
+                return web.Response(body=said, status=status, content_type="application/json")
+            for place, outcome in zip(places, msgspec.json.decode(said, type=list[Raw]), strict=True):
+                outcomes[place] = outcome
+            return None
+
+        answers = await asyncio.gather(*(tell(number, places) for number, places in parts.items()))
+        return next((error for error in answers if error is not None), None) or answer(outcomes)
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         """To all shards that follow the instance; the answer is the first that is an error, or the last."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Refusal = Literal["unknown", "state", "generation", "too_old", "block_size", "touched_since"]
+Refusal = Literal["unknown", "state", "generation", "too_old", "block_size", "touched_since", "shard_down"]
 
 
 class Outcome(msgspec.Struct):
@@ -14,7 +14,7 @@ class Outcome(msgspec.Struct):
 
     ``reason`` says why an answer, or the denial that it would be, is refused: the stream is not followed, or
     not trusted now; the answer is of another generation, or older than what is remembered; the block size is
-    not known; the block was stored or removed since.
+    not known, or another; the block was stored or removed since; the shard of the stream does not answer.
     """
 
     status: Literal["taken", "refused"] = "taken"

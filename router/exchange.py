@@ -204,6 +204,7 @@ class Exchange:
                 sequence=matched.sequence,
                 predicted_tokens=chosen.matched_tokens or 0,
                 cached_tokens=max(0, cached_tokens),
+                block_size=matched.block_size,
             )
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,14 +14,22 @@ import msgspec
 
 from events.logs import Throttled
 from indexer.errors import IndexerClientError
+from indexer.keys import local_hashes
 from indexer.outcome import Outcome
+from indexer.told import Told
 from router.metrics import RouterMetrics
 from router.replicas import StreamId
 
 log = logging.getLogger(__name__)
 
-BATCH = 32
-"""Answers told at once: the indexer commits them together."""
+BATCH = 64
+"""Answers told in one call: the indexer commits them together."""
+GATHER_S = 0.05
+"""How long the first answer of a batch waits for others."""
+NOT_HEARD = frozenset({"unknown", "shard_down"})
+"""Refusals of an indexer that does not follow the stream now."""
+LARGE_TOKENS = 8192
+"""More than these are hashed and written off the loop."""
 MAX_ANSWERS = 1024
 MAX_TOKENS = 8_000_000
 """Bounds the prompts that wait to be told (4 bytes a token)."""
@@ -40,25 +49,50 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int | None
     predicted_tokens: int
     cached_tokens: int
+    block_size: int = 0
+
+    @property
+    def told_tokens(self) -> int:
+        """How many of the prompt's tokens the indexer has to know: to the end of the first block that was not
+        cached. All of them where the block size is not known.
+        """
+        if self.block_size < 1:
+            return len(self.ids)
+        blocks = min(len(self.ids), self.cached_tokens) // self.block_size + 1
+        return min(len(self.ids), blocks * self.block_size)
+
+    def told(self) -> Told:
+        """As the indexer takes it: by hashes of blocks, which are a fifth of the bytes of tokens."""
+        ids = self.ids[: self.told_tokens]
+        hashes: list[int] | None = None
+        if self.block_size >= 1:
+            locals_ = local_hashes(ids, self.block_size)
+            hashes = list(struct.unpack(f">{len(locals_)}Q", b"".join(locals_)))
+        return Told(
+            instance_id=self.stream[0],
+            dp_rank=self.stream[1],
+            model_name=self.model,
+            lora_name=self.lora_name,
+            cache_salt=self.cache_salt,
+            generation=self.generation,
+            sequence=self.sequence,
+            token_ids=ids.tolist() if hashes is None else None,
+            block_hashes=hashes,
+            prompt_tokens=len(self.ids),
+            block_size=self.block_size or None,
+            cached_tokens=self.cached_tokens,
+            predicted_tokens=self.predicted_tokens,
+        )
+
+
+def _encoded(batch: Sequence[Learned]) -> bytes:
+    return msgspec.json.encode([learned.told() for learned in batch])
 
 
 class FeedbackClient(Protocol):
     """What is asked of an indexer; raises IndexerClientError."""
 
-    async def feedback(
-        self,
-        instance_id: str,
-        model: str,
-        tokens: Sequence[int],
-        *,
-        generation: int,
-        sequence: int | None,
-        cached_tokens: int,
-        predicted_tokens: int | None = None,
-        rank: int = 0,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-    ) -> Outcome: ...
+    async def feedback_all(self, told: bytes, count: int) -> list[Outcome]: ...
 
 
 class Feedback:
@@ -107,6 +141,7 @@ class Feedback:
     async def _run(self) -> None:
         while True:
             await self._came.wait()
+            await asyncio.sleep(GATHER_S)
             self._came.clear()
             while self._waiting:
                 batch = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
@@ -126,30 +161,21 @@ class Feedback:
                 self._count("no_indexer")
                 self._untold(learned)
             return
-        client = self._client(url)
-        await asyncio.gather(*(self._tell(client, learned) for learned in batch))
-
-    async def _tell(self, client: FeedbackClient, learned: Learned) -> None:
-        instance, rank = learned.stream
+        large = sum(learned.told_tokens for learned in batch) > LARGE_TOKENS
+        told = await asyncio.to_thread(_encoded, batch) if large else _encoded(batch)
         try:
-            outcome = await client.feedback(
-                instance,
-                learned.model,
-                learned.ids,
-                generation=learned.generation,
-                sequence=learned.sequence,
-                cached_tokens=learned.cached_tokens,
-                predicted_tokens=learned.predicted_tokens,
-                rank=rank,
-                lora_name=learned.lora_name,
-                cache_salt=learned.cache_salt,
-            )
+            outcomes = await self._client(url).feedback_all(told, len(batch))
         except IndexerClientError as error:
-            self._count("failed")
-            self._untold(learned)
+            for learned in batch:
+                self._count("failed")
+                self._untold(learned)
             self._throttled.warning("failed", "the indexer takes no feedback: %s", error)
             return
-        self._count(outcome.reason or "refused" if outcome.status == "refused" else "taken")
+        for learned, outcome in zip(batch, outcomes, strict=True):
+            refused = outcome.reason or "refused" if outcome.status == "refused" else None
+            self._count(refused or "taken")
+            if refused in NOT_HEARD:
+                self._untold(learned)
 
     def _count(self, outcome: str) -> None:
         self._metrics.feedback.labels(outcome).inc()

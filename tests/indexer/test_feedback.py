@@ -1,5 +1,6 @@
 """What answers say about the map: taken by the rule, undone by events, and bounded in every way."""
 
+import json
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -694,6 +695,33 @@ async def test_feedback_takes_local_hashes_and_salts_and_refuses_nonsense(
         assert (await told(token_ids=PROMPT, block_hashes=hashes, cached_tokens=4))[0] == 400
         assert (await told(token_ids=PROMPT, cached_tokens=-1))[0] == 400
         assert (await told(token_ids=PROMPT, cached_tokens=4, dp_rank=3))[0] == 404
+
+
+async def test_ev15_several_answers_are_told_at_once_and_one_that_cannot_be_used_costs_only_itself(
+    indexers: Any, publishers: Any, engine: Any, until: Any, session: aiohttp.ClientSession
+) -> None:
+    indexer = indexers()
+    await fed(indexer, publishers(), engine, until)
+    (one,) = indexer.reader.query("m", PROMPT)
+    hashes = [step["local_hash"] for step in explain(indexer.reader, "m", PROMPT)["replicas"][0]["steps"]]
+    told = {"model_name": "m", "generation": one.generation, "sequence": one.sequence, "cached_tokens": 8}
+    # Of the hashes, only those up to the first that was not there.
+    short = {"block_hashes": hashes[:3], "block_size": 4, "prompt_tokens": len(PROMPT)}
+    several = [
+        {"instance_id": "B", **told, **short},
+        {"instance_id": "A", **told, **short, "block_size": 16},
+        {"instance_id": "A", **told, **short},
+        {"instance_id": "A", **told, **short, "generation": 77},
+    ]
+    async with TestServer(indexer.application()) as server:
+        client = IndexerClient(str(server.make_url("")), session, timeout_s=10)
+        outcomes = await client.feedback_all(json.dumps(several).encode(), len(several))
+        expected = [refused("unknown"), refused("block_size"), Outcome(denied=1), refused("generation")]
+        assert outcomes == expected
+        assert [each.gpu for each in await client.query("m", PROMPT)] == [8]
+        assert await client.feedback_all(b"[]", 0) == []
+        with pytest.raises(IndexerAnswerError, match="1 of 2"):
+            await client.feedback_all(json.dumps(several[:1]).encode(), 2)
 
 
 async def test_ix02_a_reset_over_http_forgets_an_instance(

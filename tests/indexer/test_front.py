@@ -111,6 +111,14 @@ def test_two_writers_are_asked_as_one(fleet: Fleet, until: Any, tmp_path: Path) 
     lacking = {**QUERY, **decided, "instance_id": ONE, "cached_tokens": 8}
     assert indexer.call("/feedback", lacking)["denied"] == 1
     assert {name: tokens for name, (_, _, tokens) in fleet.held().items()} == {ONE: 8, OTHER: 28}
+    both = {**QUERY, **decided, "generation": generations[OTHER], "instance_id": OTHER, "cached_tokens": 12}
+    outcomes = indexer.call("/feedback", [both, {**lacking, "instance_id": "nobody"}, lacking])
+    assert [(one["status"], one["denied"]) for one in outcomes] == [
+        ("taken", 1),
+        ("refused", 0),
+        ("taken", 1),
+    ]
+    assert {name: tokens for name, (_, _, tokens) in fleet.held().items()} == {ONE: 8, OTHER: 12}
     assert indexer.call("/reset", {"instance_id": OTHER, "model_name": "m"}) == {"status": "ok"}
     assert fleet.held()[OTHER][2] == 0
     assert indexer.call("/reset", {"model_name": "m", "lora_name": "a"}) == {"status": "ok"}

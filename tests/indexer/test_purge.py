@@ -9,10 +9,11 @@ from aiohttp.test_utils import TestServer
 
 from events.schema import AllBlocksCleared
 from events.stream import Connected, Disconnected, Replayed, ReplayEnded
-from indexer.feedback_api import Feedback, _resolve
+from indexer.feedback_api import _resolve
 from indexer.rank import MAX_PURGED
 from indexer.reader import MapReader
 from indexer.registration import Registration
+from indexer.told import Told
 
 PROMPT = list(range(28))
 REPLAY = {"replay_endpoint": "tcp://127.0.0.1:5558"}
@@ -187,7 +188,7 @@ def test_ev27_answers_about_the_new_adapter_are_of_the_new_one(rig: Any, engine:
     purge(rig, a)
     rig.say(a, engine(3).stored(prompt(tuple(PROMPT), "a")))
     record = rig.record(a)
-    told = Feedback("A", "m", record.generation, 8, record.sequence, token_ids=PROMPT, lora_name="a")
+    told = Told("A", "m", record.generation, 8, record.sequence, token_ids=PROMPT, lora_name="a")
     rig.ingest.learn(_resolve(told, record, 4))
     rig.ingest.step([])
     assert of(rig) == {"A": 8}, "the rest is denied"

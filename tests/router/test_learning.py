@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 
 from indexer.errors import IndexerUnreachableError
+from indexer.feedback_api import _resolve
+from indexer.keys import local_hashes, prompt_keys
+from indexer.layout import StreamRecord
 from indexer.outcome import Outcome, refused
-from router.feedback import MAX_ANSWERS, MAX_TOKENS, Feedback, Learned
+from indexer.registration import Registration
+from router.feedback import LARGE_TOKENS, MAX_ANSWERS, MAX_TOKENS, Feedback, Learned
 from router.metrics import RouterMetrics
 
 PROMPT = list(range(100))
@@ -129,7 +135,7 @@ class Indexer:
 
     async def feedback(self, request: web.Request) -> web.Response:
         self.told.append(await request.json())
-        return web.json_response({"status": "taken"}, status=self.status)
+        return web.json_response([{"status": "taken"} for _ in self.told[-1]], status=self.status)
 
     async def workers(self, _: web.Request) -> web.Response:
         return web.json_response([])
@@ -152,15 +158,19 @@ async def test_the_indexer_is_told_what_was_cached_as_of_the_decision(
     router = await start_router(engine, lookup=kit.lookup(kit.matched("e0", 96)), indexer=url)
     await streamed(router, model="sql", cache_salt="s4lt")
     await kit.wait_until(lambda: len(indexer.told) == 1, "it is told")
-    assert indexer.told[0] == {
+    (told,) = indexer.told[0]
+    # 32 tokens are two blocks; the third is the first that was not there.
+    hashes = [int.from_bytes(local) for local in local_hashes(array("I", PROMPT[:48]), 16)]
+    assert told == {
         "instance_id": "e0",
-        "dp_rank": 0,
         "model_name": "m",
         "lora_name": "sql",
         "cache_salt": "s4lt",
         "generation": 1,
         "sequence": 1,
-        "token_ids": PROMPT,
+        "block_hashes": hashes,
+        "block_size": 16,
+        "prompt_tokens": 100,
         "cached_tokens": 32,
         "predicted_tokens": 96,
     }
@@ -175,9 +185,10 @@ async def test_a_replica_that_is_wrong_loses_its_advantage_when_no_indexer_is_to
     wrong, right = await start_engine(answer=answers(kit, 0)), await start_engine(answer=answers(kit, 48))
     router = await start_router(wrong, right, lookup=lookup)
     replicas = []
-    for _ in range(12):
+    judged = router.parts.metrics.feedback.labels("no_indexer")
+    for number in range(12):
         replicas.append((await router.complete(PROMPT)).headers["x-warmroute-replica"])
-        await asyncio.sleep(0.01)
+        await kit.wait_until(lambda before=number: judged._value.get() > before, "it is judged")
     assert replicas[0] == "e0"
     assert replicas[-4:] == ["e1"] * 4
     reason = (await router.complete(PROMPT)).headers["x-warmroute-reason"]
@@ -208,15 +219,17 @@ class Client:
     def __init__(self, answer: Outcome | Exception | None) -> None:
         self.answer = answer
         self.told = 0
+        self.bodies: list[bytes] = []
 
-    async def feedback(self, instance_id: str, model: str, tokens: Sequence[int], **fields: Any) -> Outcome:
+    async def feedback_all(self, told: bytes, count: int) -> list[Outcome]:
         self.told += 1
+        self.bodies.append(told)
         if self.answer is None:
             await asyncio.sleep(60)
             raise AssertionError
         if isinstance(self.answer, Exception):
             raise self.answer
-        return self.answer
+        return [self.answer] * count
 
 
 @pytest.mark.parametrize(
@@ -225,6 +238,7 @@ class Client:
         (Outcome(), "taken", 0),
         (Outcome(reason="touched_since"), "taken", 0),
         (refused("too_old"), "too_old", 0),
+        (refused("shard_down"), "shard_down", 1),
         (IndexerUnreachableError("gone"), "failed", 1),
     ],
 )
@@ -262,3 +276,44 @@ async def test_the_queue_is_bounded_and_what_does_not_fit_is_dropped_and_counted
         feedback.offer(offered)
     assert metrics.registry.get_sample_value("warmroute_router_feedback_total", {"outcome": "dropped"}) == 3
     assert len(left) == 3
+
+
+async def test_answers_of_a_moment_are_told_in_one_call(kit: Any) -> None:
+    metrics, client = RouterMetrics(), Client(Outcome())
+
+    async def address() -> str:
+        return "http://there"
+
+    feedback = Feedback(address, lambda url: client, metrics, lambda _: None)
+    feedback.start()
+    for number in range(5):
+        feedback.offer(learned(0, tokens=LARGE_TOKENS + number))
+    name, labels = "warmroute_router_feedback_total", {"outcome": "taken"}
+    await kit.wait_until(lambda: metrics.registry.get_sample_value(name, labels) == 5, "all are told")
+    assert client.told == 1
+    assert [told["prompt_tokens"] for told in json.loads(client.bodies[0])] == [
+        LARGE_TOKENS + number for number in range(5)
+    ]
+    await feedback.close()
+
+
+@given(st.integers(1, 200), st.integers(0, 200), st.integers(0, 24))
+def test_the_indexer_learns_the_same_from_hashes_as_from_the_whole_prompt(
+    tokens: int, cached: int, block_size: int
+) -> None:
+    answer = msgspec.structs.replace(
+        learned(min(cached, tokens), tokens=tokens), block_size=block_size, cache_salt="s"
+    )
+    told = answer.told()
+    size = block_size or 16
+    keys = prompt_keys(answer.ids, model="m", block_size=size, cache_salt="s")
+    resolved = _resolve(
+        told, StreamRecord(0, 1, Registration(instance_id="a", endpoint="tcp://x:1", model_name="m")), size
+    )
+    there = min(answer.cached_tokens // size, len(keys))
+    usable = (tokens - 1) // size
+    assert resolved.keys[:there] == keys[:there]
+    lacks = there < usable
+    assert (there < min(resolved.usable, len(resolved.keys))) == lacks
+    if lacks:
+        assert resolved.keys[there] == keys[there]
