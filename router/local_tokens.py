@@ -45,7 +45,10 @@ FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A local tokenizer as ``/debug/tokenizers`` shows it."""
+    """A local tokenizer as ``/debug/tokenizers`` shows it.
+
+    ``media_agrees``: engines have what it says in front of an image; None where none took one.
+    """
 
     model: str
     source: str
@@ -53,6 +56,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     content_format: ContentFormat | None
     cuts_texts: bool | None
+    media_agrees: bool | None
 
 
 class _Local:
@@ -65,6 +69,7 @@ class _Local:
         self.error: str | None = None
         self.tokenizer: LocalTokenizer | None = None
         self.content_format: ContentFormat | None = None
+        self.media_agrees: bool | None = None
         self.reload_at = float("-inf")
         self.load: asyncio.Future[LocalTokenizer] | None = None
         self.loads = 0
@@ -77,6 +82,7 @@ class _Local:
             error=self.error,
             content_format=self.content_format,
             cuts_texts=self.tokenizer.cuts_texts if self.tokenizer else None,
+            media_agrees=self.media_agrees,
         )
 
 
@@ -141,6 +147,8 @@ class LocalTokens:
 
     async def tokens_before_media(self, model: str, body: RequestBody) -> array[int] | Fallback:
         """The ids of a chat in front of its first image, or why they cannot be told here."""
+        if self._locals[model].media_agrees is False:
+            return fallback.inexact("media-differs")
         return await self._try(model, body, _tokens_before_media)
 
     async def _try(self, model: str, body: RequestBody, work: Work) -> array[int] | Fallback:
@@ -167,20 +175,32 @@ class LocalTokens:
 
         A way that the template refuses is left out. Raises WorkersBusyError and TimeoutError.
         """
+        return await self._make(model, body, _tokens)
+
+    async def made_before_media(self, model: str, body: RequestBody) -> dict[ContentFormat, array[int]]:
+        """As ``made``, of a chat with an image: the ids in front of it."""
+        return await self._make(model, body, _tokens_before_media)
+
+    async def _make(self, model: str, body: RequestBody, work: Work) -> dict[ContentFormat, array[int]]:
         made: dict[ContentFormat, array[int]] = {}
         for form in FORMATS:
             with contextlib.suppress(InexactError):
-                made[form] = await self._in_thread(self._locals[model], body, form, _tokens)
+                made[form] = await self._in_thread(self._locals[model], body, form, work)
         return made
 
-    def judge(self, model: str, agreeing: set[ContentFormat]) -> None:
-        """An engine was asked: the ways of giving content with which all ids were the engine's."""
+    def judge(
+        self, model: str, agreeing: set[ContentFormat], media: set[ContentFormat] | None = None
+    ) -> None:
+        """An engine was asked: the ways of giving content with which all ids were the engine's, and those
+        with which it had the same in front of an image; None where no engine took one.
+        """
         local = self._locals[model]
         if local.tokenizer is None:
             return
         best = local.content_format or local.tokenizer.content_format()
         local.content_format = best if best in agreeing else next(iter(sorted(agreeing)), None)
         local.state = "agrees" if agreeing else "differs"
+        local.media_agrees = None if media is None else local.content_format in media
 
     def doubt(self, model: str) -> None:
         """The engines may have changed: not to be used before they were asked again."""

@@ -68,6 +68,16 @@ PROBES: tuple[dict[str, object], ...] = (
     {"messages": [_USER], "chat_template_kwargs": {"enable_thinking": False}},
 )
 
+_IMAGE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAKUlEQVR42u3MQREAAAwCIKMb3RD77SAA6VEE"
+    "AoFAIBAIBAKBQCAQfA8G320AeXC6efoAAAAASUVORK5CYII="
+)
+"""64 x 64 pixels, grey."""
+_SEEN = [{"type": "text", "text": _TEXT}, {"type": "image_url", "image_url": {"url": _IMAGE}}]
+MEDIA_PROBE: dict[str, object] = {
+    "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": _SEEN}]
+}
+
 AskEngine = Callable[[Replica, bytes], Awaitable["array[int] | Fallback"]]
 Made = dict[ContentFormat, "array[int]"]
 
@@ -88,6 +98,15 @@ def compare(made: Sequence[Made], answered: Sequence[array[int] | None]) -> Comp
     ]
     agreeing = [form for form in FORMATS if all(ours.get(form) == theirs for ours, theirs in both)]
     return Compared(frozenset(agreeing), len(both))
+
+
+def compare_media(made: Made, answered: Sequence[array[int]]) -> set[ContentFormat] | None:
+    """The ways to give content with which ``made``, the ids in front of an image, are what all of
+    ``answered`` begin with; None without answers.
+    """
+    if not answered:
+        return None
+    return {form for form, ids in made.items() if all(theirs[: len(ids)] == ids for theirs in answered)}
 
 
 class TokenCheck:
@@ -182,12 +201,15 @@ class TokenCheck:
             return
         replicas = [r for r in self._fleet.usable() if r.resolve(model) is not None]
         bodies = [read_body(msgspec.json.encode({"model": model, **probe})) for probe in PROBES]
+        media_body = read_body(msgspec.json.encode({"model": model, **MEDIA_PROBE}))
         try:
             made = [await self._local.made(model, body) for body in bodies]
+            made_media = await self._local.made_before_media(model, media_body)
         except (WorkersBusyError, TimeoutError):
             self._metrics.tokenizer_checks.labels(model, "not-made").inc()
             return
         answers = await asyncio.gather(*(self._answers(replica, bodies) for replica in replicas))
+        media = compare_media(made_media, await self._media_answers(media_body, replicas))
         agreeing: set[ContentFormat] = set(FORMATS)
         compared = 0
         for replica, answered in zip(replicas, answers, strict=True):
@@ -202,7 +224,8 @@ class TokenCheck:
             agreeing &= result.agreeing
             self._say(model, replica, result)
         if compared:
-            self._local.judge(model, agreeing)
+            self._local.judge(model, agreeing, media)
+            self._say_media(model)
         elif replicas and all(answer is fallback.TOKENIZE_MISSING for answer in answers):
             self._local.unverifiable(model)
 
@@ -216,6 +239,28 @@ class TokenCheck:
                 model,
                 replica.name,
             )
+
+    def _say_media(self, model: str) -> None:
+        told = next(told for told in self._local.told() if told.model == model)
+        if told.media_agrees is None:
+            return
+        self._metrics.tokenizer_checks.labels(
+            model, "media-agrees" if told.media_agrees else "media-differs"
+        ).inc()
+        if told.state == "agrees" and not told.media_agrees:
+            self._throttled.warning(
+                f"{model} media",
+                "in front of an image the local tokenizer of model %s gives other ids than its engines:"
+                " chats with images are routed by load",
+                model,
+            )
+
+    async def _media_answers(self, body: RequestBody, replicas: Sequence[Replica]) -> list[array[int]]:
+        """The ids of those engines that take images."""
+        asked = tokenize_request(body)
+        assert asked is not None, "probes can be asked"
+        answers = await asyncio.gather(*(self._ask(replica, asked[0]) for replica in replicas))
+        return [answer for answer in answers if not isinstance(answer, Fallback)]
 
     async def _answers(
         self, replica: Replica, bodies: Sequence[RequestBody]

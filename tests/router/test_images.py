@@ -292,6 +292,43 @@ async def test_ev28_another_image_behind_the_same_text_finds_the_text_and_nothin
         assert await router.metric("token_count_mismatch_total", replica=replica) == 0
 
 
+@pytest.mark.parametrize(("theirs", "agrees"), [(IN_ORDER, True), (NO_SYSTEM_WITH_IMAGES, False)])
+async def test_ev28_what_is_in_front_of_an_image_counts_only_while_the_engines_agree(
+    start_engine: Any, start_router: Any, kit: Any, tmp_path: Path, theirs: str, agrees: bool
+) -> None:
+    vision = Vision(small_tokenizer.save(tmp_path / "theirs", theirs, special=SPECIAL), "openai")
+
+    async def tokenize(request: web.Request) -> web.Response:
+        fields = await request.json()
+        if fields.get("tools") or fields.get("add_generation_prompt") is False or "prompt" in fields:
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        return web.json_response({"tokens": vision.tokens(fields["messages"])[0]})
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    lookup = kit.lookup(kit.matched("e0", 16))
+    mine = small_tokenizer.save(tmp_path / "mine", IN_ORDER, special=SPECIAL)
+    engine = await start_engine(tokenize=tokenize, answer=answer)
+    router = await start_router(engine, lookup=lookup, tokenizer=(f"m={mine}",))
+    await kit.wait_until(lambda: router.parts.tokenizers()[0].state == "agrees", "texts were compared")
+    assert router.parts.tokenizers()[0].media_agrees is agrees
+    outcome = "media-agrees" if agrees else "media-differs"
+    assert await router.metric("tokenizer_checks_total", model="m", outcome=outcome) >= 1
+    content = [words("what is it?"), picture("cat")]
+    messages = [{"role": "system", "content": STORY}, {"role": "user", "content": content}]
+    body = {"model": "m", "messages": messages}
+    async with router.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+        reason = response.headers["x-warmroute-reason"]
+    exact, images = vision.tokens(messages)
+    if agrees:
+        assert lookup.asked.pop()[1].tolist() == exact[: images[0][0]]
+    else:
+        assert not lookup.asked
+        assert reason.startswith("fallback: messages with other than text parts")
+        assert await router.metric("tokenize_fallback_total", reason="inexact-media-differs") == 1
+
+
 async def live(client: aiohttp.ClientSession, router: Any, wait_until: Any, fleet: list[Engine]) -> None:
     """Waits until the tokenizer is loaded and the index follows all engines; these tell of nothing so far."""
     for _ in range(1000):

@@ -97,6 +97,7 @@ async def test_ix09_the_engines_ids_come_from_the_local_tokenizer_without_asking
             "error": None,
             "content_format": "string",
             "cuts_texts": True,
+            "media_agrees": None,
         }
     ]
 
