@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from math import ceil
 
 from router.chooser import Chooser, Subject
 from router.decision import Candidate, Decision, Ranked
@@ -15,6 +16,9 @@ from router.plan import Plan
 from router.policies import Policy
 from router.replicas import StreamId
 from router.seats import Seats
+
+MOST_RETRY_AFTER_S = 30
+"""Nobody is sent away for longer: replicas may come back, or be added."""
 
 
 class Decider:
@@ -94,7 +98,30 @@ class Decider:
         except RefusedError:
             return False
 
+    def retry_after_s(self, plan: Plan, waiting: int) -> int:
+        """In how many seconds a replica is expected to have room for one more request, with so many
+        ``waiting`` before it.
+        """
+        load = self._chooser.load
+        try:
+            requests = {stream: load.of(stream).requests for stream in self._candidates(plan, ())}
+        except RefusedError:
+            return RETRY_AFTER_S
+        expected_s = load.pace.room_in_s(requests, waiting)
+        return RETRY_AFTER_S if expected_s is None else min(MOST_RETRY_AFTER_S, max(1, ceil(expected_s)))
+
     def _streams(self, plan: Plan, failed: Collection[str]) -> list[StreamId]:
+        streams = self._candidates(plan, failed)
+        if self._max_inflight is not None:
+            streams = [s for s in streams if self._chooser.load.of(s).requests < self._max_inflight]
+        if not streams:
+            raise SaturatedError(
+                "saturated", f"every replica has {self._max_inflight} requests in flight; try again soon"
+            )
+        return self._fleet.admitted(streams)
+
+    def _candidates(self, plan: Plan, failed: Collection[str]) -> list[StreamId]:
+        """The streams that serve the request, with or without room."""
         fleet = self._fleet
         replicas = fleet.serving(plan.model)
         if not fleet.knows(plan.model):
@@ -109,13 +136,7 @@ class Decider:
             streams = [s for s in streams if plan.picked.pin in (s, s[0])]
         if not streams:
             raise _no_replica(fleet, plan, failed)
-        if self._max_inflight is not None:
-            streams = [s for s in streams if self._chooser.load.of(s).requests < self._max_inflight]
-        if not streams:
-            raise SaturatedError(
-                "saturated", f"every replica has {self._max_inflight} requests in flight; try again soon"
-            )
-        return fleet.admitted(streams)
+        return streams
 
     def _turn(self, plan: Plan, attempt: int) -> int:
         # Models that nobody serves share one count: the book must not grow with what clients make up.

@@ -84,10 +84,13 @@ class RefusedError(RouterError):
 
 
 RETRY_AFTER_S = 2
+"""Where nothing says when it will be better."""
 
 
 class SaturatedError(RefusedError):
-    """No replica has room. ``code`` is a bounded label for metrics: saturated, queue full, queue timeout."""
+    """No replica has room. ``code`` is a bounded label for metrics: saturated, queue full, queue timeout. Who
+    knows when there will be some sets ``retry_after``.
+    """
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER_S, reason=code)

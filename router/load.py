@@ -12,6 +12,7 @@ import msgspec
 
 from router.hints import Hint
 from router.latency import Latency
+from router.pace import Pace
 from router.replicas import StreamId
 from router.reported import Reported
 
@@ -115,6 +116,7 @@ class Load:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, shares: Shares | None = None) -> None:
         self.latency = Latency(clock)
+        self.pace = Pace()
         self._clock = clock
         self._streams: dict[StreamId, StreamLoad] = {}
         self._shares = shares
@@ -191,6 +193,7 @@ class Load:
         """What was learned of a replica that is none of ours any more. Its requests have to be over."""
         for stream in self.sent_to(replica):
             self.latency.forget(stream)
+            self.pace.forget(stream)
             if self._shares is not None:
                 self._shares.forget(stream)
         books: tuple[dict[StreamId, _Seen] | dict[StreamId, int] | dict[StreamId, float], ...]
@@ -356,6 +359,7 @@ class Reservation:
         self._released = False
         self.stream = stream
         self.queued_tokens = queued_tokens
+        self._begun = load._clock()
 
     @property
     def answered(self) -> bool:
@@ -382,6 +386,7 @@ class Reservation:
             return
         self._released = True
         if self._decoding:
+            self._load.pace.ended(self.stream, self._load._clock() - self._begun)
             self._load._add(self.stream, -1, 0, -1)
         else:
             self._load._leave(self)

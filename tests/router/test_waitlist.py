@@ -168,7 +168,13 @@ async def test_rq17_only_the_replica_below_its_limit_is_used_and_when_all_are_ov
         response = await router.complete(list(range(100)))
         assert (response.status, response.headers["Retry-After"]) == (503, "2")
         assert response.headers["x-warmroute-reason"] == "saturated"
-    assert await router.metric("saturated_total", reason="saturated") == 2
+    for lasts_s, expected in ((90.0, "8"), (100_000.0, "30"), (0.001, "1")):
+        for name in ("e0", "e1", "e2", "e3"):
+            router.parts.load.pace.forget((name, 0))
+            router.parts.load.pace.ended((name, 0), lasts_s)
+        # Twelve at once, of which one ends in a twelfth of what each of them lasts.
+        assert (await router.complete(list(range(100)))).headers["Retry-After"] == expected
+    assert await router.metric("saturated_total", reason="saturated") == 5
     assert [engine.most_open for engine in engines] == [3] * 4
     gate.set()
     await asyncio.gather(*tasks)
