@@ -134,14 +134,35 @@ class Doors:
         row: Row | None = None,
     ) -> None:
         self._policy = policy
-        self._allowances = [Allowance(key, clock, row) for key in keys]
+        self._clock = clock
+        self._row = row
+        self._by_name: dict[str, Allowance] = {}
+        self._allowances: list[Allowance] = []
+        self.follow(keys)
+
+    def follow(self, keys: Iterable[KeySpec]) -> None:
+        """Goes by these keys from now on. What is in flight, and what was used of a rate, stays with the name
+        of its key, also of one that is taken out and comes back.
+        """
+        self._allowances = [self._allowance_of(key) for key in keys]
+
+    def _allowance_of(self, key: KeySpec) -> Allowance:
+        allowance = self._by_name.get(key.name)
+        if allowance is None:
+            allowance = self._by_name[key.name] = Allowance(key, self._clock, self._row)
+        allowance.spec = key
+        return allowance
+
+    def demand_keys(self) -> bool:
+        """Whether only requests with a key come in."""
+        return bool(self._allowances)
 
     def guarded(self, handler: Handler) -> Handler:
-        """The handler behind the doors; itself where there are no keys."""
-        if not self._allowances:
-            return handler
+        """The handler behind the doors, which are open where there are no keys."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
+            if not self._allowances:
+                return await handler(request)
             try:
                 allowance = self.allowance(request.headers)
                 allowance.enter()

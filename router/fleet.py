@@ -9,13 +9,14 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from events.logs import Throttled
+from router.credential import credential
 from router.errors import RouterError
 from router.outliers import OutlierRules, Outliers, RandomSource
 from router.replicas import EventSource, Health, Models, Replica, ReplicaSpec, StreamId, at_host
@@ -179,6 +180,23 @@ class Fleet:
                 self.replicas[name] = replica
                 self._drain(replica)
         self.changed()
+
+    def reread_keys(self, but: Collection[str] = ()) -> Callable[[], None]:
+        """Reads the keys of all replicas anew, ``but`` of these; what it gives puts them in place. Raises
+        SettingsError for one that cannot be used.
+        """
+        keys = {
+            name: credential(f"--replica {name}", replica.spec.key)
+            for name, replica in self.replicas.items()
+            if name not in but and not replica.draining
+        }
+
+        def take() -> None:
+            for name, key in keys.items():
+                if name in self.replicas:
+                    self.replicas[name].key = key
+
+        return take
 
     def _stop_drain(self, name: str) -> None:
         if (drain := self._drains.pop(name, None)) is not None:

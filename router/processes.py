@@ -27,16 +27,19 @@ log = logging.getLogger(__name__)
 
 STARTED_S = 5.0
 """A worker that ends sooner could not start, and would not the next time either."""
+MORE_KEYS = 256
 PR_SET_PDEATHSIG = 1
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Board:
-    """What ``workers`` processes share: their loads by stream, and what API keys have used, of ``keys``."""
+    """What ``workers`` processes share: their loads by stream, and what API keys have used, of ``keys`` and
+    of some more that may come later.
+    """
 
     def __init__(self, workers: int, keys: int) -> None:
         self.loads = Table(workers, shares.MOST_STREAMS, shares.SHAPE)
-        self.keys = Table(workers, max(1, keys), doors.SHAPE)
+        self.keys = Table(workers, keys + MORE_KEYS, doors.SHAPE)
 
     def clear(self, worker: int) -> None:
         """A worker is no more: nothing of it counts any longer."""

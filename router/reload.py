@@ -1,10 +1,12 @@
-"""Settings that change while the router runs: which replicas there are. A bad new file changes nothing."""
+"""Settings that change while the router runs: which replicas there are, API keys and certificates. A bad new
+file changes nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from router.discovery import Discovery, DNSSource, FileSource, Source, addresses_of
@@ -16,11 +18,18 @@ from router.watched import WatchedFile
 
 log = logging.getLogger(__name__)
 
-LIVE = ("replica", "replicas_file", "dns", "kubernetes", "kubernetes_selector", "kubernetes_namespace")
+CERTIFICATES = ("tls_cert", "tls_key", "tls_client_ca", "upstream_ca", "upstream_cert", "upstream_key")
+LIVE = (
+    *("replica", "replicas_file", "dns", "kubernetes", "kubernetes_selector", "kubernetes_namespace"),
+    *("api_key", *CERTIFICATES),
+)
 """The settings that are taken over at once; the others need a restart."""
 
 Reread = Callable[[], RouterSettings]
 """Makes the settings anew. Raises SettingsError."""
+
+Taker = Callable[[RouterSettings], Callable[[], None]]
+"""Looks at new settings, and raises SettingsError for bad ones; what it gives takes them over."""
 
 
 def sources_of(settings: RouterSettings) -> list[Source]:
@@ -34,8 +43,14 @@ def sources_of(settings: RouterSettings) -> list[Source]:
     return sources
 
 
+def _certificates(settings: RouterSettings) -> list[WatchedFile]:
+    paths = (getattr(settings, name) for name in CERTIFICATES)
+    return [WatchedFile(Path(path)) for path in paths if path is not None]
+
+
 class Reload:
-    """Takes over new settings when it is told to, and when the file that they came from has changed.
+    """Takes over new settings when it is told to, and when the file that they came from, or a certificate,
+    has changed. ``takers`` take over what is not about which replicas there are.
 
     ``good`` and ``bad`` count; ``error`` is why the last new settings were not taken.
     """
@@ -47,11 +62,14 @@ class Reload:
         reread: Reread,
         file: Path | None,
         interval_s: float,
+        takers: Sequence[Taker] = (),
     ) -> None:
         self._settings = settings
         self._discovery = discovery
         self._reread = reread
+        self._takers = takers
         self._file = None if file is None else WatchedFile(file)
+        self._certificates = _certificates(settings)
         self._interval_s = interval_s
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -76,10 +94,14 @@ class Reload:
                 async with asyncio.timeout(self._interval_s):
                     await self._wanted.wait()
             except TimeoutError:
-                if self._file is None or not self._file.changed():
+                if not self._changed():
                     continue
             self._wanted.clear()
             await self.reload()
+
+    def _changed(self) -> bool:
+        files = self._certificates if self._file is None else [self._file, *self._certificates]
+        return any([file.changed() for file in files])
 
     async def reload(self) -> None:
         """Reads the settings anew and takes them over, or says why not."""
@@ -89,7 +111,10 @@ class Reload:
             sources = sources_of(new)
             if not (new.replica or sources):
                 raise SettingsError("they name no replica")
+            taken = [taker(new) for taker in self._takers]
             await self._discovery.follow(parse_replicas(new.replica), sources)
+            for take in taken:
+                take()
         except Exception as error:
             # Whatever is wrong with the new settings, the old ones are good.
             self.bad += 1
@@ -99,6 +124,7 @@ class Reload:
             return
         self.good += 1
         self.error = None
+        self._certificates = _certificates(new)
         others = [
             f"--{name.replace('_', '-')}"
             for name in new.__struct_fields__

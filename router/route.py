@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 
 from aiohttp import web
@@ -78,7 +78,7 @@ class Route:
         retry_server_errors: bool = True,
         body_pace: BodyPace,
         forwarded: bool = True,
-        own_keys: bool = False,
+        own_keys: Callable[[], bool] = bool,
         waitlist: Waitlist | None = None,
         recorder: Recorder | None = None,
         feedback: Feedback | None = None,
@@ -329,7 +329,7 @@ class Route:
 
     def _show_keys(self, headers: CIMultiDict[str], replica: Replica) -> None:
         """The replica gets its own key; the client's goes on to it only where that is not ours."""
-        if self._own_keys or replica.key is not None:
+        if self._own_keys() or replica.key is not None:
             for name in ("Authorization", "X-Api-Key"):
                 headers.popall(name, None)
         headers.update(replica.headers())

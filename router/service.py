@@ -48,7 +48,7 @@ from router.processes import Worker
 from router.refusal import refusal
 from router.registrar import Registrar
 from router.relay import leave_untyped
-from router.reload import Reload, Reread, sources_of
+from router.reload import Reload, Reread, Taker, sources_of
 from router.replicas import parse_replicas
 from router.route import Route
 from router.rules import Rules
@@ -56,7 +56,7 @@ from router.server import Runner, await_body
 from router.settings import RouterSettings, parse_tokenizers
 from router.shares import BoardShares
 from router.tap import Recorder
-from router.tls import client_context, server_context
+from router.tls import Renewable, client_context, server_context
 from router.token_cache import TokenCache
 from router.token_check import TokenCheck
 from router.tokens import Tokenizer
@@ -90,6 +90,8 @@ class RouterApp:
         self.discovery: Discovery | None = None
         self.reload: Reload | None = None
         self.tokenizers: Callable[[], list[Told]] = list
+        tls = _server_context(settings)
+        self.tls = None if tls is None else Renewable(tls)
         self.app = web.Application(client_max_size=settings.request_limit_bytes)
         self.app.on_response_prepare.append(leave_untyped)
         self.app.on_response_prepare.append(self._part)
@@ -149,7 +151,7 @@ async def router_app(
     _check_tokenizers(settings.tokenizer)
     specs, rules = parse_replicas(settings.replica), settings.rules()
     pass_header_bytes()
-    tls = client_context(settings.upstream_ca, settings.upstream_cert, settings.upstream_key)
+    tls = Renewable(_client_context(settings))
     if not (specs or settings.dns or settings.replicas_file or settings.kubernetes):
         log.warning(
             "no replica is configured: every request will be answered with 503; give --replica NAME=URL"
@@ -186,10 +188,12 @@ async def router_app(
             fleet, tokenizer, lookup, rules, metrics, router.trust, asks_usage=settings.ask_usage
         )
         chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS)
-        fleet.in_flight = lambda name: load.at(name, fleet.replicas[name].streams())
-        fleet.forgotten = _both(_both(chooser.gone, router.trust.forget), metrics.forget)
+        _count_out(router, chooser)
         feedback = _feedback(router, map_lookup, probes)
         stack.push_async_callback(feedback.close)
+        doors = Doors(
+            parse_keys(settings.api_key), settings.policy, row=None if worker is None else worker.keys()
+        )
         route = Route(
             fleet,
             planner,
@@ -204,7 +208,7 @@ async def router_app(
             retry_server_errors=settings.retry_server_errors,
             body_pace=settings.body_pace(),
             forwarded=settings.forwarded,
-            own_keys=bool(settings.api_key),
+            own_keys=doors.demand_keys,
             recorder=recorder,
             waitlist=_waitlist(router, worker),
             feedback=feedback if lookup is not None else None,
@@ -212,9 +216,6 @@ async def router_app(
         registrar = _registrar(settings, fleet, map_lookup, probes)
         router.tokenizers = token_check.told
         _add_admin(router, registrar, planner, rules)
-        doors = Doors(
-            parse_keys(settings.api_key), settings.policy, row=None if worker is None else worker.keys()
-        )
         models, handle = doors.guarded(router.models), doors.guarded(route.handle)
         router.app.router.add_get("/v1/models", models)
         router.app.router.add_route("*", "/v1/{path:.*}", handle, expect_handler=await_body)
@@ -227,12 +228,22 @@ async def router_app(
             fleet.changed = _both(token_check.noticed, registrar.wake)
             registrar.start()
             stack.push_async_callback(registrar.close)
-        await stack.enter_async_context(_discovering(router, reread, config))
+        takers = [_doors_taker(doors), _certificates_taker(router, tls), _keys_taker(router)]
+        await stack.enter_async_context(_discovering(router, reread, config, takers))
         yield router
 
 
+def _count_out(router: RouterApp, chooser: Chooser) -> None:
+    """Lets the fleet know what a replica still has to do, and all who know of it forget one that is gone."""
+    fleet, load = router.fleet, router.load
+    fleet.in_flight = lambda name: load.at(name, fleet.replicas[name].streams())
+    fleet.forgotten = _both(_both(chooser.gone, router.trust.forget), router.metrics.forget)
+
+
 @asynccontextmanager
-async def _discovering(router: RouterApp, reread: Reread | None, config: Path | None) -> AsyncIterator[None]:
+async def _discovering(
+    router: RouterApp, reread: Reread | None, config: Path | None, takers: Sequence[Taker]
+) -> AsyncIterator[None]:
     """Keeps the fleet as the settings, and the places that they name, say. Raises SettingsError for a file of
     replicas that cannot be used at the start.
     """
@@ -244,13 +255,60 @@ async def _discovering(router: RouterApp, reread: Reread | None, config: Path | 
         if (missing := router.discovery.errors.get(f"--replicas-file {settings.replicas_file}")) is not None:
             raise SettingsError(missing)
         if reread is not None:
-            router.reload = Reload(settings, router.discovery, reread, config, interval_s)
+            router.reload = Reload(settings, router.discovery, reread, config, interval_s, takers)
             router.reload.start()
         yield
     finally:
         if router.reload is not None:
             await router.reload.close()
         await router.discovery.close()
+
+
+def _client_context(settings: RouterSettings) -> ssl.SSLContext:
+    return client_context(settings.upstream_ca, settings.upstream_cert, settings.upstream_key)
+
+
+def _server_context(settings: RouterSettings) -> ssl.SSLContext | None:
+    return server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def _doors_taker(doors: Doors) -> Taker:
+    def look(new: RouterSettings) -> Callable[[], None]:
+        keys = parse_keys(new.api_key)
+
+        def take() -> None:
+            if doors.demand_keys() and not keys:
+                log.warning("no API key is configured any more: everybody may send requests")
+            doors.follow(keys)
+
+        return take
+
+    return look
+
+
+def _certificates_taker(router: RouterApp, upstream: Renewable) -> Taker:
+    def look(new: RouterSettings) -> Callable[[], None]:
+        client, server = _client_context(new), _server_context(new)
+        if (server is None) != (router.tls is None):
+            raise SettingsError("--tls-cert: between http and https is a restart")
+
+        def take() -> None:
+            upstream.current = client
+            if router.tls is not None and server is not None:
+                router.tls.current = server
+
+        return take
+
+    return look
+
+
+def _keys_taker(router: RouterApp) -> Taker:
+    def look(new: RouterSettings) -> Callable[[], None]:
+        stay = {spec.name for spec in parse_replicas(new.replica)}
+        gone = {spec.name for spec in parse_replicas(router.settings.replica)} - stay
+        return router.fleet.reread_keys(but=gone)
+
+    return look
 
 
 def _session(settings: RouterSettings, keepalive_s: float, tls: ssl.SSLContext) -> aiohttp.ClientSession:
@@ -428,7 +486,6 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
     Raises ListenError, SettingsError.
     """
     settings = router.settings
-    tls = server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     async with AsyncExitStack() as stack:
         admin = settings.admin_address()
         if admin is not None:
@@ -440,7 +497,7 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
         host, port = host_and_port(settings.listen)
         port = port if worker is None else worker.port
         shared = worker is not None
-        url = await _open(stack, router, router.app, "--listen", host, port, tls=tls, shared=shared)
+        url = await _open(stack, router, router.app, "--listen", host, port, tls=router.tls, shared=shared)
         log.info("listening on %s", url)
         router.admin_url = router.admin_url or url
         yield url

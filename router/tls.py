@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import ssl
+from typing import Any
 
 from router.errors import SettingsError
+
+
+class Renewable(ssl.SSLContext):
+    """Stands for another context, which may be replaced: connections that begin from then on have the new
+    one. Servers and clients of asyncio and uvloop ask a context for nothing but ``wrap_bio``.
+    """
+
+    current: ssl.SSLContext
+
+    def __new__(cls, current: ssl.SSLContext) -> Renewable:
+        made = super().__new__(cls, current.protocol)
+        made.current = current
+        return made
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        return self.current.wrap_bio(*args, **kwargs)
 
 
 def server_context(cert: str | None, key: str | None, client_ca: str | None) -> ssl.SSLContext | None:

@@ -327,6 +327,114 @@ async def test_https_in_and_out_with_certificates_of_ones_own(
     assert (await stranger.complete([1])).status == 503
 
 
+async def test_op02_certificates_are_read_again_when_they_change_and_bad_ones_change_nothing(
+    start_engine: Any, start_router: Any, kit: Any, certificates: Path, tmp_path: Path
+) -> None:
+    """Towards clients and towards replicas; what is open stays open."""
+
+    def put(name: str, source: str) -> str:
+        shutil.copy(certificates / source, tmp_path / name)
+        return str(tmp_path / name)
+
+    engine = await start_engine(
+        tls=server_context(str(certificates / "server.pem"), str(certificates / "server.key"), None)
+    )
+    settings: dict[str, Any] = {
+        "replica": (f"e0={engine.url}",),
+        "tls_cert": put("cert.pem", "server.pem"),
+        "tls_key": put("cert.key", "server.key"),
+        "upstream_ca": put("ca.pem", "ca.pem"),
+        "upstream_keepalive_s": 0.0,
+    }
+    router = await start_router(
+        engine, reread=lambda: RouterSettings(**settings), discovery_interval_s=0.02, **settings
+    )
+    reload = router.parts.reload
+
+    async def status(ca: str) -> int:
+        ours = client_context(str(certificates / ca), None, None)
+        connector = aiohttp.TCPConnector(ssl=ours)
+        async with (
+            aiohttp.ClientSession(connector=connector) as client,
+            client.post(f"{router.url}/v1/completions", json=BODY) as response,
+        ):
+            return int(response.status)
+
+    assert await status("ca.pem") == 200
+    put("cert.pem", "other.pem")  # its key is another one
+    await kit.wait_until(lambda: reload.bad == 1, "it is seen, and refused")
+    assert await status("ca.pem") == 200
+    put("cert.key", "other.key")
+    await kit.wait_until(lambda: reload.good == 1, "it is taken")
+    with pytest.raises(aiohttp.ClientConnectorCertificateError):
+        await status("ca.pem")
+    open_one = client_context(str(certificates / "other.pem"), None, None)
+    open_one.check_hostname = False
+    async with router.client.post(f"{router.url}/v1/completions", json=BODY, ssl=open_one) as response:
+        assert response.status == 200
+    put("ca.pem", "other.pem")
+    await kit.wait_until(lambda: reload.good == 2, "it is taken")
+    async with router.client.post(f"{router.url}/v1/completions", json=BODY, ssl=open_one) as response:
+        assert response.status == 503
+    del settings["tls_cert"]
+    reload.now()
+    await kit.wait_until(lambda: reload.error is not None, "it is refused")
+    assert "between http and https is a restart" in reload.error
+
+
+async def test_op02_api_keys_are_read_again_with_the_settings(
+    start_engine: Any, start_router: Any, kit: Any, tmp_path: Path
+) -> None:
+    """Those of clients, with what they have in flight, and those for replicas."""
+    gate = asyncio.Event()
+
+    async def answer(_: web.Request) -> web.Response:
+        await gate.wait()
+        return web.json_response({})
+
+    engine, held = await start_engine(answer=answer), tmp_path / "key"
+    held.write_text("first")
+    settings: dict[str, Any] = {"replica": (f"e0={engine.url},key=file:{held}",)}
+
+    async def reload(*keys: str) -> None:
+        settings["api_key"] = keys
+        before = router.parts.reload.good
+        router.parts.reload.now()
+        await kit.wait_until(lambda: router.parts.reload.good == before + 1, "it is taken")
+
+    async def status(key: str | None) -> int:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        async with router.client.post(f"{router.url}/v1/files", json=BODY, headers=headers) as response:
+            return int(response.status)
+
+    router = await start_router(*settings["replica"], reread=lambda: RouterSettings(**settings))
+    open_to_all = asyncio.create_task(status(None))
+    await kit.wait_until(lambda: engine.open == 1, "it comes in without a key")
+    assert engine.requests[-1].headers["Authorization"] == "Bearer first"
+    await reload(line(more=",concurrency=1"))
+    running = asyncio.create_task(status(KEY))
+    await kit.wait_until(lambda: engine.open == 2, "it comes in with the key")
+    held.write_text("second")
+    await reload(line(more=",concurrency=2"), line("sk-more", "more"))
+    await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].key == "second", "it has the new key")
+    second = asyncio.create_task(status(KEY))
+    await kit.wait_until(lambda: engine.open == 3, "two may come in now")
+    assert await status(KEY) == 429
+    assert await status(None) == 401
+    gate.set()
+    assert [await open_to_all, await running, await second, await status("sk-more")] == [200] * 4
+    assert engine.requests[-1].headers["Authorization"] == "Bearer second"
+    await reload(line("sk-more", "more"))
+    assert [await status(KEY), await status("sk-more")] == [401, 200]
+    held.unlink()
+    router.parts.reload.now()
+    await kit.wait_until(lambda: router.parts.reload.bad == 1, "a key that is gone is told of")
+    assert await status("sk-more") == 200
+    held.write_text("second")
+    await reload()
+    assert await status(None) == 200
+
+
 @pytest.mark.parametrize("setting", ["tls_cert", "upstream_ca", "upstream_cert"])
 async def test_certificates_that_cannot_be_used_are_named(
     start_router: Any, setting: str, tmp_path: Path
