@@ -30,15 +30,12 @@ class _Book:
         self.capacity = capacity_marks // self.every
         self.marks: OrderedDict[Hashable, None] = OrderedDict()
 
-    def keeps(self, mark: Hashable) -> bool:
-        return self.every == 1 or hash(mark) % self.every == 0
-
     def use(self, marks: Sequence[Hashable]) -> list[Hashable]:
         """Makes them the most recently used, the head last. Returns what has no room any more."""
-        for mark in reversed(marks):
-            if self.keeps(mark):
-                self.marks[mark] = None
-                self.marks.move_to_end(mark)
+        kept = marks if self.every == 1 else [mark for mark in marks if hash(mark) % self.every == 0]
+        for mark in reversed(kept):
+            self.marks[mark] = None
+            self.marks.move_to_end(mark)
         return [self.marks.popitem(last=False)[0] for _ in range(len(self.marks) - self.capacity)]
 
 

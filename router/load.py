@@ -87,7 +87,7 @@ class Shares(Protocol):
 
 class _Seen(msgspec.Struct, frozen=True):
     """A report and when it came, since when the engine says the same, what of it was not ours, how many of
-    ours were in flight, and how many we had ever sent.
+    ours were in flight, how many we had ever sent, and the share of its requests that wait for their prefill.
     """
 
     reported: Reported
@@ -96,6 +96,7 @@ class _Seen(msgspec.Struct, frozen=True):
     others: int
     ours: int
     sent: int
+    waiting_share: float
 
 
 class Load:
@@ -172,16 +173,13 @@ class Load:
         ours = self._streams.get(stream, IDLE)
         if self._shares is not None:
             ours += self.workers(stream)
-        since = max(0, min(self._sent_together(stream) - seen.sent, ours.requests))
-        requests = seen.others + int(self._echo * since + 0.5)
+        requests, share = seen.others, seen.waiting_share
+        if ours.requests:
+            since = max(0, min(self._sent_together(stream) - seen.sent, ours.requests))
+            requests += int(self._echo * since + 0.5)
+            share = max(share, 1 - ours.decoding / ours.requests)
         if not requests:
             return IDLE
-        reported = seen.reported
-        total = reported.running + reported.waiting
-        share = max(
-            reported.waiting / total if total else 0.0,
-            1 - ours.decoding / ours.requests if ours.requests else 0.0,
-        )
         waiting = int(share * requests + 0.5)
         return StreamLoad(requests, int(waiting * self._request_tokens), requests - waiting)
 
@@ -214,7 +212,9 @@ class Load:
             others = 0
         ours = self.together(stream).requests
         sent = self._sent_together(stream)
-        self._seen[stream] = _Seen(reported, now, same_since, others, ours, sent)
+        total = reported.running + reported.waiting
+        share = reported.waiting / total if total else 0.0
+        self._seen[stream] = _Seen(reported, now, same_since, others, ours, sent, share)
         fresh = [seen for seen in self._seen.values() if now - seen.at <= STALE_S]
         theirs = sum(seen.others for seen in fresh)
         self._echo = min(MOST_ECHO, theirs / max(1, sum(seen.ours for seen in fresh)))
@@ -261,6 +261,8 @@ class Load:
         line, at the speed of the stream, since its turn came.
         """
         line = self._prefilling.get(stream)
+        if line is None and self._shares is None:
+            return 0
         joined, tokens = line.first() if line is not None else (NEVER, 0)
         left = self._left.get(stream, 0.0)
         if self._shares is not None:

@@ -275,7 +275,9 @@ class Planner:
     def _judge(self, answer: Sequence[Matched]) -> _Matches:
         """The answer by stream, without what we do not know, and whether any of it can be used."""
         named = {(str(m.instance), m.rank): m for m in answer}
-        by_stream = {s: self._weighed(s, matched) for s, matched in named.items() if self._fleet.has(s)}
+        by_stream = {stream: matched for stream, matched in named.items() if self._fleet.has(stream)}
+        for stream in self._trust.doubted() & by_stream.keys():
+            by_stream[stream] = self._weighed(stream, by_stream[stream])
         strangers = ""
         if len(by_stream) < len(named):
             strangers = self._new_strangers({name for name, _ in named} - self._fleet.replicas.keys())

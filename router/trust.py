@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import msgspec
 
@@ -44,6 +44,10 @@ class Trust:
         """The replica is none of ours any more."""
         for stream in [stream for stream in self._wrong if stream[0] == replica]:
             del self._wrong[stream]
+
+    def doubted(self) -> Set[StreamId]:
+        """The streams whose weight may be less than 1."""
+        return self._wrong.keys()
 
     def weight(self, stream: StreamId) -> float:
         """1 for a stream that is right, down to 0.1 for one that keeps being wrong."""

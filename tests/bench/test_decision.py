@@ -1,6 +1,6 @@
 """CPU of one routing decision, tokenising aside: the request read, its keys made or found, the map asked, a
 stream chosen and booked. 32 replicas and a real map: four hold the whole prompt and the others its first
-twentieth, or each holds another part.
+twentieth, or each holds another part. Once more with the load that each engine reported.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from router.plan import Planner
 from router.policies import POLICIES
 from router.prompt import RequestBody
 from router.replicas import Replica, parse_replica
+from router.reported import Reported
 from router.settings import RouterSettings
 from router.tokens import Tokens
 from router.trust import Trust
@@ -87,13 +88,19 @@ def fill(
     return writer
 
 
-def make(writer: MapWriter, session: aiohttp.ClientSession, keys: KeyCache | None) -> tuple[Any, Any, Known]:
+def make(
+    writer: MapWriter, session: aiohttp.ClientSession, keys: KeyCache | None, *, reports: bool
+) -> tuple[Any, Any, Known]:
     fleet = Fleet([parse_replica(f"{name}=http://127.0.0.1:1,model={MODEL}") for name in NAMES], session)
     lookup = MapLookup(Path("/nowhere"), timeout_s=5, keys=keys)
     lookup._reader = MapReader(writer.env, writer.tables)
     rules, known = RouterSettings().rules(), Known()
     planner = Planner(fleet, known, lookup, rules, RouterMetrics(), Trust(), asks_usage=True)  # type: ignore[arg-type]
     chooser = Chooser(Load(), random.Random(1), time.monotonic, mark_tokens=MARK_TOKENS)
+    if reports:
+        for name in NAMES:
+            said = Reported(running=3, waiting=1, capacity_tokens=500_000)
+            chooser.load.report((name, 0), said, 0)
     decider = Decider(fleet, chooser, rules.default, POLICIES["least-loaded"])
     return planner, decider, known
 
@@ -121,13 +128,22 @@ async def test_a_decision_for_32k_tokens_over_32_replicas(tmp_path: Path) -> Non
 
     table = Table("held", "block size", "prefix known, tail of 200: ms", "nothing known: ms")
     async with aiohttp.ClientSession() as session:
-        for share, block_size in [(few_hold_it, 16), (few_hold_it, 64), (all_differ, 16), (all_differ, 64)]:
-            writer = fill(tmp_path / f"{share.__name__}-{block_size}", tokens, block_size, share)
+        for number, (share, block_size, reports) in enumerate(
+            [
+                (few_hold_it, 16, False),
+                (few_hold_it, 64, False),
+                (all_differ, 16, False),
+                (all_differ, 64, False),
+                (few_hold_it, 16, True),
+            ]
+        ):
+            writer = fill(tmp_path / str(number), tokens, block_size, share)
             with writer.group():
                 pass
-            warm = await cpu_ms(*make(writer, session, KeyCache(1_000_000)), tail)
-            cold = await cpu_ms(*make(writer, session, None), tail)
-            table.add_row(share.__name__.replace("_", " "), str(block_size), f"{warm:.2f}", f"{cold:.2f}")
+            warm = await cpu_ms(*make(writer, session, KeyCache(1_000_000), reports=reports), tail)
+            cold = await cpu_ms(*make(writer, session, None, reports=reports), tail)
+            name = share.__name__.replace("_", " ") + (", loads reported" if reports else "")
+            table.add_row(name, str(block_size), f"{warm:.2f}", f"{cold:.2f}")
             writer.close()
     console = Console(width=140)
     console.print(
