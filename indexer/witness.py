@@ -16,6 +16,7 @@ import msgspec
 from events.engine_metrics import EngineMetrics, read_engine_metrics
 from events.inbox import StreamId
 from events.logs import Throttled
+from events.names import NameResolver
 from indexer.errors import IndexerError
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
@@ -74,7 +75,8 @@ class Witness:
 
     async def _run(self) -> None:
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        connector = aiohttp.TCPConnector(resolver=NameResolver())
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
                 try:
                     await self.look(session)

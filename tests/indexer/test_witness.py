@@ -1,6 +1,8 @@
 """Start times of engines' processes, asked over HTTP: engines and indexers on real sockets."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -307,3 +309,43 @@ def test_another_url_changes_only_where_the_engine_is_asked(rig: Any, engine: An
     rig.ingest.follow(Registration(**said, url="http://h:8000"))
     assert rig.held(PROMPT) == {"A": (28, 28, 28)}
     assert rig.record(a).registration.url == "http://h:8000"
+
+
+SLOW_NAMES = """
+import asyncio, os, signal, socket, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+look_up, asked = socket.getaddrinfo, threading.Event()
+
+def slow(host, *arguments, **options):
+    if host != "replica":
+        return look_up(host, *arguments, **options)
+    asked.set()
+    time.sleep(600)
+
+socket.getaddrinfo = slow
+from indexer.registration import Registration
+from indexer.service import Indexer, serve
+from indexer.settings import IndexerSettings
+start = Indexer.start
+
+def started(self):
+    start(self)
+    self.ingest.register(
+        Registration(
+            instance_id="A", endpoint="tcp://127.0.0.1:1", model_name="m", url="http://replica:8000"
+        )
+    )
+    end = lambda: (asked.wait(20), os.kill(os.getpid(), signal.SIGTERM))
+    threading.Thread(target=end, daemon=True).start()
+
+Indexer.start = started
+asyncio.run(serve(IndexerSettings(map=sys.argv[2], listen="127.0.0.1:0")))
+print(asked.is_set())
+"""
+
+
+def test_an_indexer_ends_while_the_name_of_a_replica_is_still_looked_up(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", SLOW_NAMES, str(root), str(tmp_path / "map")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
