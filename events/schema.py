@@ -200,19 +200,24 @@ def display_hash(canonical: bytes) -> str:
 
 
 def token_array(tokens: Sequence[int]) -> array[int]:
-    """Token ids as an array of u32. Raises ValueError for an id outside u32."""
+    """Token ids as an array of u32, the same one where it is one. Raises ValueError for an id outside u32."""
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        return tokens
     try:
         return array("I", tokens)
     except OverflowError as error:
         raise ValueError("a token id outside 0 to 2**32-1") from error
 
 
-def token_bytes(tokens: array[int]) -> bytes:
-    """Token ids as little-endian u32 bytes, the form that block hashes are taken of."""
+def token_bytes(tokens: array[int]) -> memoryview:
+    """Token ids as little-endian u32 bytes, the form that block hashes are taken of. Not a copy where they
+    are that already: a prompt of 32,000 tokens is hashed a few times.
+    """
     if sys.byteorder == "big":
         tokens = array("I", tokens)
         tokens.byteswap()
-    return tokens.tobytes()
+    # An empty view cannot be cast.
+    return memoryview(tokens).cast("B") if tokens else memoryview(b"")
 
 
 class Decoder:

@@ -38,7 +38,7 @@ def root_key(
 
 def local_hashes(tokens: array[int], block_size: int) -> list[bytes]:
     """xxh3-64 of the tokens of each whole block, 8 big-endian bytes each."""
-    data = memoryview(token_bytes(tokens))
+    data = token_bytes(tokens)
     width = 4 * block_size
     return [
         xxh3_64_digest(data[at : at + width], LOCAL_SEED) for at in range(0, len(data) - width + 1, width)

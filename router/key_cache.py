@@ -106,7 +106,7 @@ class PromptKeys:
 def _digests(tokens: array[int], lora_name: str | None, cache_salt: str | None) -> list[bytes]:
     """One for each whole segment, of all up to its end."""
     running = xxh3_128(extra_bytes([lora_name or "", cache_salt or ""]))
-    data = memoryview(token_bytes(tokens))
+    data = token_bytes(tokens)
     width = 4 * SEGMENT_TOKENS
     digests = []
     for end in range(width, len(data) + 1, width):

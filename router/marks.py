@@ -22,7 +22,7 @@ def prompt_marks(tokens: array[int], model: str | None, cache_salt: str | None =
     ``model`` is as the request names it: adapters have names of their own.
     """
     running = xxh3_64(msgspec.msgpack.encode((model, cache_salt)))
-    data = memoryview(token_bytes(tokens))
+    data = token_bytes(tokens)
     width = 4 * MARK_TOKENS
     marks = []
     for at in range(0, len(data) - width + 1, width):

@@ -320,6 +320,7 @@ def test_a_medium_that_is_not_said_is_the_gpu(said: str | None, medium: str) -> 
 
 def test_tokens_are_u32_little_endian_bytes_for_hashing() -> None:
     assert token_bytes(token_array([1, 2**32 - 1])) == b"\1\0\0\0\xff\xff\xff\xff"
+    assert token_bytes(token_array([])) == b""
     for outside in (-1, 2**32):
         with pytest.raises(ValueError, match="token id"):
             token_array([1, outside])
