@@ -51,7 +51,7 @@ class Decider:
         Raises RefusedError: 404 for a model that nobody serves, 503 where no replica can take the request.
         """
         streams = self._streams(plan, failed)
-        policy = (plan.policy or self.policy) if plan.is_prompt else self._by_load
+        policy = plan.policy or (self.policy if plan.is_prompt else self._by_load)
         seated = plan.key is not None and policy.keeps_seats
         prompt_tokens = plan.prompt_tokens
         choice = self._chooser.choose(

@@ -14,6 +14,7 @@ class Fallback(msgspec.Struct, frozen=True):
 
 NO_INDEX = Fallback("no-index", "no index is configured; give --map or --indexer")
 NO_KEY = Fallback("no-key", "the request has no key that the policy goes by")
+NO_TOKENS = Fallback("no-tokens", "the policy goes by tokens, which are not known on this path")
 NO_PROMPT = Fallback("no-prompt", "the request holds no prompt")
 PROMPT_EMBEDS = Fallback("prompt-embeds", "prompt embeddings have no token ids")
 MULTIMODAL = Fallback(

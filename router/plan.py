@@ -23,9 +23,9 @@ from router.fleet import Fleet
 from router.lookup import Lookup
 from router.marks import prompt_marks
 from router.metrics import RouterMetrics
-from router.policies import Policy
+from router.policies import POLICIES, Policy
 from router.policies.keyed import Keyed
-from router.prompt import RequestBody, UnreadableBodyError, priority_of, read_body
+from router.prompt import RequestBody, UnreadableBodyError, priority_of, read_body, read_other
 from router.replicas import Replica, StreamId
 from router.rules import Picked, Rules
 from router.tokens import Tokenizer, Tokens, tokens_in_request
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4
 """The guess at a prompt's tokens where they are not known: what its body weighs as load."""
+BY_LOAD = POLICIES["least-loaded"]
 STRANGER_FOR_S = 600.0
 MAX_STRANGERS, MAX_STRANGERS_NAMED = 1024, 5
 
@@ -56,8 +57,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     ``marks`` are digests of the prompt's beginnings, none where the engine reads no cache for it.
     ``fallback`` says what failed, ``notes`` what else is worth saying.
     ``comparable``: the engine's cached tokens can be compared with the match. ``is_prompt`` is False for
-    paths that are relayed by load. ``streams``: the client wants the answer as a stream. ``rank`` is the
-    data-parallel rank that it asks for. ``picked`` is its policy, None for the router's own;
+    paths whose prompts are not made tokens. ``streams``: the client wants the answer as a stream. ``rank``
+    is the data-parallel rank that it asks for. ``picked`` is its policy, None for the router's own;
     ``key`` what that policy goes by. ``body_with_usage`` goes out in place of the body that was
     posted, to learn from the answer. ``asked`` is what the index was asked for, to tell it the truth later.
     ``priority`` is the place in a queue that it asks for, lower is earlier.
@@ -206,6 +207,38 @@ class Planner:
             fallback=tokens.why_not or matches.fallback or no_key,
             notes=_notes(tokens) + matches.notes,
             comparable=comparable,
+        )
+
+    def other(
+        self, request_id: str, body: bytes, *, path: str, headers: Mapping[str, str], rank: int | None = None
+    ) -> Plan:
+        """The plan for a request to any other path: by its policy as far as that goes without tokens, else by
+        load. That is a fallback only where the policy was chosen for the request, by a rule or by itself.
+
+        Raises RefusedError for an override that names nothing.
+        """
+        readable = headers.get("Content-Encoding", "identity").lower() == "identity"
+        parsed = read_other(body if readable else b"", headers.get("Content-Type", ""))
+        parsed = msgspec.structs.replace(parsed, model=self._fleet.meant(parsed.model))
+        picked = self._rules.pick(parsed.model, path, headers, list(self._fleet.replicas))
+        policy, key = picked.policy, None
+        why_not = fallback.NO_TOKENS if policy.uses_tokens and policy.name != BY_LOAD.name else None
+        if policy.key is not None and why_not is None:
+            key = _own(policy, parsed.model, policy.key(Keyed(headers=headers, body=body, read=parsed)))
+            why_not = fallback.NO_KEY if key is None else None
+        chosen = picked.rule is not None or picked.asked
+        if why_not is not None and not chosen:
+            picked, why_not = msgspec.structs.replace(picked, policy=BY_LOAD), None
+        return Plan(
+            request_id=request_id,
+            model=parsed.model,
+            is_prompt=False,
+            streams=bool(parsed.stream),
+            picked=picked,
+            key=key,
+            fallback=why_not,
+            rank=rank,
+            priority=priority_of(headers, parsed.priority),
         )
 
     async def _tokens(self, policy: Policy, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:

@@ -146,6 +146,71 @@ def model_of(body: bytes, content_type: str) -> str | None:
             return None
 
 
+class _Other(msgspec.Struct, frozen=True):
+    """Where bodies of other paths say the same: ``input`` of responses and embeddings, ``query`` of rerank,
+    ``instructions`` of responses and ``system`` of messages, which is a system prompt.
+    """
+
+    model: str | None = None
+    messages: Raw = _ABSENT
+    prompt: Raw = _ABSENT
+    input: Raw = _ABSENT
+    query: Raw = _ABSENT
+    system: Raw = _ABSENT
+    instructions: Raw = _ABSENT
+    tools: Raw = _ABSENT
+    cache_salt: Any = None
+    stream: Any = None
+    priority: Any = None
+
+
+_decode_other = msgspec.json.Decoder(_Other).decode
+
+
+def read_other(body: bytes, content_type: str) -> RequestBody:
+    """What a request of any other path says, in the words of the paths that have prompts; no more than its
+    model where that is all that can be read.
+    """
+    if not body or "json" not in content_type.lower():
+        return RequestBody(model=model_of(body, content_type))
+    try:
+        read = _decode_other(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return RequestBody(model=model_of(body, content_type))
+    prompt = next((text for text in (read.prompt, read.input, read.query) if given(text)), _ABSENT)
+    messages = read.messages
+    if not given(messages) and _is_list_of_objects(prompt):
+        messages, prompt = prompt, _ABSENT
+    system = read.system if given(read.system) else read.instructions
+    if given(system):
+        messages = _behind_system(system, messages, prompt)
+    return RequestBody(
+        model=read.model,
+        messages=messages,
+        prompt=prompt,
+        tools=read.tools,
+        cache_salt=read.cache_salt,
+        stream=read.stream,
+        priority=read.priority,
+    )
+
+
+def _is_list_of_objects(field: Raw) -> bool:
+    text = bytes(field)
+    return text[:1] == b"[" and text[1:].lstrip()[:1] == b"{"
+
+
+def _behind_system(system: Raw, messages: Raw, prompt: Raw) -> Raw:
+    """Messages that begin with a system prompt, as chat has them."""
+    first = b'[{"role":"system","content":' + bytes(system) + b"}"
+    text = bytes(messages)
+    if text[:1] == b"[":
+        rest = text[1:].lstrip()
+        return Raw(first + (rest if rest[:1] == b"]" else b"," + rest))
+    said = b',{"role":"user","content":' + bytes(prompt) + b"}" if given(prompt) else b""
+    return Raw(first + said + b"]")
+
+
 def priority_of(headers: Mapping[str, str], body: object) -> int:
     """How early a request is wanted, lower is earlier: by its ``X-Vllm-Priority``, else by ``priority`` in
     its ``body``, as vLLM reads them (0.32: ``entrypoints/generate/base/serving.py``); 0 for what is no

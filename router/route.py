@@ -33,7 +33,7 @@ from router.headers import RANK, REQUEST_ID, Via, request_id_of, to_replica
 from router.kept import KeptAnswer, keep
 from router.metrics import RouterMetrics
 from router.plan import Plan, Planner
-from router.prompt import CHAT_PATH, COMPLETIONS_PATH, model_of, priority_of
+from router.prompt import CHAT_PATH, COMPLETIONS_PATH
 from router.refusal import refusal
 from router.relay import ClientGoneError, RelayedAnswer, refused
 from router.replicas import Replica
@@ -175,14 +175,8 @@ class Route:
             return await self._planner.plan(
                 request_id, body, path=request.path, headers=request.headers, readable=readable, rank=rank
             )
-        model = self._fleet.meant(model_of(body, request.headers.get("Content-Type", "")))
-        return Plan(
-            request_id=request_id,
-            model=model,
-            is_prompt=False,
-            rank=pinned_rank(request.headers),
-            priority=priority_of(request.headers, None),
-        )
+        rank = pinned_rank(request.headers)
+        return self._planner.other(request_id, body, path=request.path, headers=request.headers, rank=rank)
 
     async def _find_room(self, plan: Plan, journey: _Journey, span: Span) -> Exchange:
         """The choice, when it is the request's turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from multidict import CIMultiDict
 
 from router.errors import RefusedError, SettingsError
 from router.policies import POLICIES
+from router.prompt import RequestBody, given, read_other
 from router.rules import Rule, Rules
 
 CHAT = "/v1/chat/completions"
@@ -228,3 +230,81 @@ async def test_a_refusal_names_the_policy_that_the_rule_chose(
     assert await router.metric("requests_total", policy="random", replica="", status="503") == 1
     gate.set()
     await first
+
+
+async def test_rules_are_for_every_path_as_far_as_policies_need_no_tokens(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(
+        *[await start_engine() for _ in range(4)],
+        rule=(
+            Rule(name="sessions", policy="session", headers={"x-app": "agent"}),
+            Rule(name="documents", policy="prefix-hash", path="/v1/responses"),
+            Rule(
+                name="tokens", policy="prefix-hash", parameters={"boundary": "tokens"}, path="/v1/embeddings"
+            ),
+            Rule(name="warm", policy="cache-aware", path="/v1/rerank"),
+            Rule(name="even", policy="round-robin", path="/v1/score"),
+        ),
+    )
+
+    async def send(path: str, body: Any, **headers: str) -> tuple[str, str, str, str]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with router.client.post(f"{router.url}{path}", json=body, headers=named) as response:
+            assert response.status == 200
+            said = ("policy", "rule", "replica", "reason")
+            policy, rule, replica, reason = (response.headers.get(f"x-warmroute-{name}", "") for name in said)
+            return policy, rule, replica, reason
+
+    agents = [await send("/v1/messages", {"model": "m"}, x_app="agent", x_session_id="s") for _ in range(6)]
+    assert {found[:2] for found in agents} == {("session", "sessions")}
+    assert len({replica for _, _, replica, _ in agents}) == 1
+    responses = [
+        await send("/v1/responses", {"model": "m", "instructions": "Be brief.", "input": [{"role": "user"}]})
+        for _ in range(6)
+    ]
+    assert len({replica for _, _, replica, _ in responses}) == 1
+    assert all(reason.startswith("prefix hash:") for _, _, _, reason in responses)
+    even = [await send("/v1/score", {"model": "m"}) for _ in range(4)]
+    assert len({replica for _, _, replica, _ in even}) == 4
+    for path, headers in (("/v1/embeddings", {}), ("/v1/rerank", {}), ("/v1/messages", {"x_app": "agent"})):
+        *_, reason = await send(path, {"model": "m"}, **headers)
+        assert reason.startswith("fallback: "), path
+    policy, rule, _, reason = await send("/v1/other", {"model": "m"})
+    assert (policy, rule) == ("least-loaded", "")
+    assert reason.startswith("least load")
+    assert await router.metric("fallback_total", reason="no-tokens") == 2
+    assert await router.metric("fallback_total", reason="no-key") == 1
+
+
+async def test_the_default_policy_is_for_every_path_too(start_engine: Any, start_router: Any) -> None:
+    router = await start_router(*[await start_engine() for _ in range(4)], policy="session")
+    chosen = set()
+    for path in ("/v1/embeddings", "/v1/responses", "/v1/messages"):
+        for _ in range(3):
+            body = {"model": "m", "user": "u"}
+            async with router.client.post(f"{router.url}{path}", json=body) as response:
+                chosen.add(response.headers["x-warmroute-replica"])
+    assert len(chosen) == 1
+    async with router.client.post(f"{router.url}/v1/embeddings", json={"model": "m"}) as response:
+        assert response.headers["x-warmroute-policy"] == "least-loaded"
+
+
+def test_other_paths_say_the_same_in_other_words() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    for body, messages in (
+        ({"messages": chat, "system": "S"}, [{"role": "system", "content": "S"}, *chat]),
+        ({"messages": [], "system": "S"}, [{"role": "system", "content": "S"}]),
+        (
+            {"input": "hi", "instructions": "S"},
+            [{"role": "system", "content": "S"}, *chat],
+        ),
+        ({"input": chat}, chat),
+        ({"input": ["a", "b"]}, None),
+    ):
+        read = read_other(json.dumps({"model": "m", **body}).encode(), "application/json")
+        assert read.model == "m"
+        assert (json.loads(bytes(read.messages)) if given(read.messages) else None) == messages
+    assert json.loads(bytes(read.prompt)) == ["a", "b"]
+    assert read_other(b"\xff{", "application/json") == RequestBody()
+    assert read_other(b'{"model": "m"}', "text/plain") == RequestBody()
