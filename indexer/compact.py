@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ import msgspec
 from indexer.errors import MapBusyError, MapError
 from indexer.folder import DATA_FILE, LMDB_LOCK_FILE, as_map_error, lock_to_write, open_to_read
 from indexer.sharding import whole_map
+
+COPY_PREFIX = "compact-"
 
 
 class Compacted(msgspec.Struct, frozen=True):
@@ -39,11 +42,19 @@ def compact_one(path: Path) -> Compacted:
     open_to_read(path)[0].close()  # before our lock file would be made in a folder without a map
     lock, _ = lock_to_write(path)
     try:
-        with lock, tempfile.TemporaryDirectory(prefix="compact-", dir=path) as folder:
-            return _compact(path, Path(folder) / DATA_FILE)
+        with lock:
+            _remove_left_over(path)
+            with tempfile.TemporaryDirectory(prefix=COPY_PREFIX, dir=path) as folder:
+                return _compact(path, Path(folder) / DATA_FILE)
     except OSError as error:
         why = f"{error.strerror}; make room on its disk"
         raise MapError(f"cannot compact the map in {path}: {why}") from error
+
+
+def _remove_left_over(path: Path) -> None:
+    """Copies of compactions that were killed, each as large as the map; whoever made one had our lock."""
+    for folder in path.glob(f"{COPY_PREFIX}*"):
+        shutil.rmtree(folder)
 
 
 def _compact(path: Path, copy: Path) -> Compacted:

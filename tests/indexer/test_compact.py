@@ -39,6 +39,15 @@ for _ in sys.stdin:
 """
 
 
+DIES = """
+import os, sys
+from pathlib import Path
+from indexer import compact
+compact.os.fsync = lambda _: (print('"copied"', flush=True), sys.stdin.readline())
+compact.compact(Path(sys.argv[1]))
+"""
+
+
 def run(folder: Path) -> Result:
     return CliRunner().invoke(main, ["indexer", "compact", str(folder)])
 
@@ -150,3 +159,15 @@ def test_a_copy_that_fails_leaves_the_map_as_it_was(churned: Path, monkeypatch: 
     assert (churned / DATA_FILE).read_bytes() == before
     assert files(churned) == there
     MapWriter(churned).close()
+
+
+def test_what_a_killed_compaction_left_behind_goes_with_the_next(churned: Path, script: Any) -> None:
+    before = files(churned)
+    dies = script(DIES, churned)
+    assert dies.answer() == "copied"
+    dies.end()
+    assert any(name.startswith("compact-") for name in files(churned) - before)
+    assert check_folder(churned).clean
+    assert run(churned).exit_code == 0
+    assert files(churned) == before
+    assert check_folder(churned).clean
