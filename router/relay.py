@@ -21,8 +21,11 @@ class ClientGoneError(Exception):
 class _Response(web.StreamResponse):
     """The head of a replica's answer, as the client gets it."""
 
-    def __init__(self, answer: UpstreamAnswer, ours: Mapping[str, str]) -> None:
-        super().__init__(status=answer.status, headers=to_client(answer.headers, ours))
+    def __init__(self, answer: UpstreamAnswer, ours: Mapping[str, str], *, keeps_length: bool) -> None:
+        headers = to_client(answer.headers, ours)
+        if not keeps_length:
+            headers.popall("Content-Length", None)
+        super().__init__(status=answer.status, headers=headers)
         self.is_typed = "Content-Type" in answer.headers
 
 
@@ -56,8 +59,12 @@ class RelayedAnswer:
         content_type = answer.headers.get("Content-Type", "")
         self.is_stream = content_type.lower().startswith("text/event-stream")
         self.tap = AnswerTap(is_stream=self.is_stream, whole=whole)
-        encoded = {"Content-Encoding", "Content-Length"} & {name.title() for name in answer.headers}
-        self._unasked = UnaskedUsage() if without_usage and self.is_stream and not encoded else None
+        readable = self.is_stream and "Content-Encoding" not in answer.headers
+        self._unasked = UnaskedUsage() if without_usage and readable else None
+        # What has a length, or is compressed, is no place for an event of ours.
+        self._takes_events = readable and (
+            self._unasked is not None or "Content-Length" not in answer.headers
+        )
         self.complete = False
         self.failure: UpstreamError | None = None
 
@@ -68,7 +75,7 @@ class RelayedAnswer:
         that breaks off before them can still be told as an error: RefusedError (502 or 504). Raises
         ClientGoneError.
         """
-        response = _Response(self._answer, ours)
+        response = _Response(self._answer, ours, keeps_length=self._unasked is None)
         try:
             if self.is_stream:
                 await response.prepare(request)
@@ -77,6 +84,9 @@ class RelayedAnswer:
             except UpstreamError as error:
                 if not self.complete:
                     self.failure = error
+                elif not self._takes_events and request.transport is not None:
+                    # Said [DONE], but not by its own length: nothing else tells the client that it is over.
+                    request.transport.abort()
             if self._unasked is not None:
                 await self._write(response, self._unasked.end())
             if self.failure is not None:
@@ -113,7 +123,7 @@ class RelayedAnswer:
         """Says that the answer is not whole: as an error, as a last event, or by cutting the connection."""
         if not response.prepared:
             raise refused(error, self._replica) from error
-        if self.is_stream and self._answer.status == 200:
+        if self._takes_events and self._answer.status == 200:
             await response.write(terminal_event(told(error, self._replica), self._last_bytes[-2:]))
         elif request.transport is not None:
             request.transport.abort()

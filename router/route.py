@@ -302,6 +302,9 @@ class Route:
         self._tracing.inject(headers)
         exchange.sending(request, body, headers)
         sent = exchange.plan.body_with_usage or body
+        if exchange.plan.body_with_usage is not None and "Accept-Encoding" in headers:
+            # The usage chunk that the client did not ask for is found in plain text only.
+            headers["Accept-Encoding"] = "identity"
         # Of a target in absolute form, as clients send it to proxies, the host is us.
         url = replica.url + request.rel_url.raw_path_qs
         try:

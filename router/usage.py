@@ -12,7 +12,7 @@ from msgspec import Raw
 from router.prompt import RequestBody, given
 
 MOST_HELD_BYTES = 256 * 1024
-"""An event longer than this is passed on unread, as all after it."""
+"""An event longer than this is passed on unread: the usage chunk is short."""
 _END = re.compile(rb"\r?\n\r?\n")
 _FINISH = re.compile(rb'"finish_reason": ?"')
 _TRUE = Raw(b"true")
@@ -58,30 +58,37 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 class UnaskedUsage:
     """Takes the usage chunk (``choices: []``) out of a stream's bytes; all others stay as they are.
 
-    Only whole events pass. The one that finishes a choice waits for the next: with usage, vLLM (0.32:
-    ``chat_completion/serving.py``, ``completion/serving.py``) writes its ``system_fingerprint`` into the
-    usage chunk, and without it into that one, as the last field.
+    Only whole events pass, but for long ones. The one that finishes a choice waits for the next: with usage,
+    vLLM (0.32: ``chat_completion/serving.py``, ``completion/serving.py``) writes its ``system_fingerprint``
+    into the usage chunk, and without it into that one, as the last field.
     """
 
     def __init__(self) -> None:
         self._held = b""
         self._finish = b""
-        self._gave_up = False
+        self._in_long = False
 
     def feed(self, chunk: bytes) -> bytes:
         """What the client gets now."""
-        if self._gave_up or (not self._held and not self._finish and _is_plain(chunk)):
+        if not self._held and not self._finish and _is_plain(chunk):
             return chunk
         text = self._held + chunk
         passed, start = [], 0
         for end in _END.finditer(text, max(0, len(self._held) - 3)):
-            passed.append(self._event(text[start : end.end()]))
-            start = end.end()
+            event = text[start : end.end()]
+            passed.append(event if self._in_long else self._event(event))
+            start, self._in_long = end.end(), False
         self._held = text[start:]
-        if len(self._held) > MOST_HELD_BYTES:
-            self._gave_up = True
-            passed.append(self.end())
+        if self._in_long or len(self._held) > MOST_HELD_BYTES:
+            self._in_long = True
+            passed.append(self._all_but_an_end())
         return b"".join(passed)
+
+    def _all_but_an_end(self) -> bytes:
+        """What is held of a long event, but for its last bytes: the event may end with the next ones."""
+        held = self.end()
+        self._held = held[-3:]
+        return held[:-3]
 
     def end(self) -> bytes:
         """What was held back, when nothing comes any more."""

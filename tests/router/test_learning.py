@@ -76,6 +76,21 @@ async def test_tr06_with_a_stale_index_the_reported_tokens_drop_and_the_predicte
     assert (*told, outcome["outcome"]["actual_cached_tokens"]) == (96, 96, 0)
 
 
+async def test_a_stream_with_a_length_loses_its_usage_chunk_too_and_none_comes_compressed(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        usage = b'data: {"choices":[],"usage":{"prompt_tokens":100}}\n\n'
+        response = web.Response(body=TEXT + FINISH + usage + DONE, content_type="text/event-stream")
+        if "gzip" in request.headers["Accept-Encoding"]:
+            response.enable_compression(web.ContentCoding.gzip)
+        return response
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine, lookup=kit.lookup(kit.matched("e0", 96)))
+    assert await streamed(router) == TEXT + FINISH + DONE
+
+
 async def test_usage_is_asked_for_and_kept_from_clients_that_did_not_ask(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:

@@ -154,6 +154,34 @@ async def test_px07_a_stream_that_dies_ends_with_an_error_event_and_no_done(
         await kit.wait_until(router.idle, "nothing is in flight")
 
 
+@pytest.mark.parametrize("header", [b"Content-Length: 1000", b"Content-Encoding: gzip"])
+@pytest.mark.parametrize("said", [b"data: {}\n\n", b"data: {}\n\ndata: [DONE]\n\n"])
+async def test_px07_a_stream_with_a_length_or_a_coding_is_cut_where_it_broke_off(
+    start_router: Any, kit: Any, header: bytes, said: bytes
+) -> None:
+    """An event of ours would be taken for the rest of its length, which the client then waits for, or for
+    compressed bytes.
+    """
+
+    async def die(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sized = header.startswith(b"Content-Length")
+        framing = header if sized else header + b"\r\nTransfer-Encoding: chunked"
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + framing + b"\r\n\r\n")
+        writer.write(said if sized else b"%x\r\n%s\r\n" % (len(said), said))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        reset(writer)
+
+    async with RawServer(die) as server:
+        router = await start_router(f"e0={server.url}", health_interval_s=60)
+        body = {"prompt": [1], "stream": True}
+        async with router.client.post(f"{router.url}/v1/completions", json=body) as response:
+            assert await response.content.readexactly(len(said)) == said
+            with pytest.raises(aiohttp.ClientError):
+                await asyncio.wait_for(response.content.read(), 5)
+        await kit.wait_until(router.idle, "nothing is in flight")
+
+
 async def test_a_client_that_hangs_up_on_done_has_the_whole_answer(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:

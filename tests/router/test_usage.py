@@ -105,5 +105,16 @@ def test_events_pass_as_soon_as_they_are_whole() -> None:
 
 def test_an_endless_event_is_not_held_for_ever() -> None:
     unasked, endless = UnaskedUsage(), b"data: " + b"x" * MOST_HELD_BYTES
-    assert unasked.feed(FINISH % b"" + endless) == FINISH % b"" + endless
-    assert unasked.feed(USAGE % b"") == USAGE % b""
+    assert unasked.feed(FINISH % b"" + endless) == FINISH % b"" + endless[:-3]
+    assert unasked.feed(b"y" * 100) == b"xxx" + b"y" * 97
+    assert unasked.end() == b"yyy"
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 60, 4000, 200_000]), max_size=12), st.sampled_from([b"\n", b"\r\n"])
+)
+def test_behind_a_long_event_the_usage_chunk_is_still_found(sizes: list[int], line: bytes) -> None:
+    """As with the token ids of a long prompt, which stand in the first event."""
+    long = b'data: {"prompt_token_ids":[' + b"1," * MOST_HELD_BYTES + b"1]}\n\n"
+    parts = [part.replace(b"\n", line) for part in (long, TEXT, FINISH % b"", USAGE % b"", DONE)]
+    assert through(b"".join(parts), sizes) == b"".join(parts[:3] + parts[4:])
