@@ -394,6 +394,22 @@ def _reread(context: click.Context, values: dict[str, Any], path: Path | None) -
 
 
 @main.command()
+@click.argument("name", type=click.Path(path_type=Path), metavar="NAME")
+def keygen(name: Path) -> None:
+    """Makes CURVE keys for events: NAME.key to give away, and NAME.key_secret (mode 0600) to keep.
+
+    For `warmroute indexer --curve-key`, and for what publishes: a proxy beside each engine.
+    """
+    from events.curve import write_pair  # noqa: PLC0415
+
+    try:
+        public, secret = write_pair(name)
+    except EventError as error:
+        raise StartError(str(error)) from error
+    click.echo(f"{public}: the public key, for the others\n{secret}: both keys, for {name.name} alone")
+
+
+@main.command()
 @settings_options(EngineSettings)
 def engine(**values: Any) -> None:
     """Simulates a vLLM replica without a GPU: its cache, its events, its HTTP API."""

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
+from events.curve import KeyPair, speak_as_client, speak_as_server
 from events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventError
 
 END_SEQUENCE = b"\xff" * 8
@@ -127,8 +128,14 @@ class Publisher:
         hwm: int = 100_000,
         topic_in_replay: bool = True,
         style: Style = "map",
+        keys: KeyPair | None = None,
+        server_key: bytes | None = None,
     ) -> None:
-        """``topic_in_replay`` False makes replies as engines before 0.26 do, ``style`` see :func:`encode`."""
+        """``topic_in_replay`` False makes replies as engines before 0.26 do, ``style`` see :func:`encode`.
+
+        ``keys`` has it speak CURVE, which vLLM cannot, but a proxy in front of it can: what it binds takes
+        those who know its public key, and what it connects to must have ``server_key``.
+        """
         self._topic = topic.encode()
         self._rank = rank
         self._style: Style = style
@@ -146,14 +153,17 @@ class Publisher:
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(hwm)
         self._pub.linger = 0
+        self._keys, self._server_key = keys, server_key
         self._router: zmq.Socket[bytes] | None = None
         try:
+            self._protect(self._pub, bind=binds(endpoint))
             self.endpoint = _open(self._pub, endpoint, bind=binds(endpoint))
             self.replay_endpoint: str | None = None
             if replay_endpoint is not None:
                 # The default high-water mark: a slow reader loses replies, as with vLLM up to 0.32.
                 self._router = self._context.socket(zmq.ROUTER)
                 self._router.linger = 0
+                self._protect(self._router, bind=True)
                 self.replay_endpoint = _open(self._router, replay_endpoint, bind=True)
         except PublisherError:
             self._close_sockets()
@@ -164,6 +174,16 @@ class Publisher:
         self._woken.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=f"kv-events-{rank}", daemon=True)
         self._thread.start()
+
+    def _protect(self, zmq_socket: zmq.Socket[bytes], *, bind: bool) -> None:
+        if self._keys is None:
+            return
+        if bind:
+            speak_as_server(zmq_socket, self._keys, gated=False)
+        elif self._server_key is not None:
+            speak_as_client(zmq_socket, self._keys, self._server_key)
+        else:
+            raise PublisherError("keys, and an endpoint to connect to: give server_key, which it must have")
 
     def publish(self, events: Sequence[Event], timestamp: float) -> int:
         """Sends one batch made at ``timestamp`` (unix seconds) and returns its sequence."""

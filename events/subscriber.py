@@ -21,6 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.contexts import Context, Contexts
+from events.curve import Curve, Gate, speak_as_client, speak_as_server
 from events.inbox import Inbox, StreamId
 from events.logs import Throttled
 from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
@@ -37,6 +38,11 @@ RESUME_MS = 20
 RECONNECT_PATIENCE_S = 1.0
 ADDRESS_RETRY_S = 2.0
 
+_REFUSALS = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+)
 _LINK_EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -55,13 +61,15 @@ class Source(msgspec.Struct, frozen=True):
     """Where a stream comes from.
 
     ``address`` is connected to, or bound when ``binds``; then only messages with ``topic`` are this stream's
-    (None: all). ``replay`` is the address of the engine's replay endpoint, if it has one.
+    (None: all). ``replay`` is the address of the engine's replay endpoint, if it has one. ``peer`` is the
+    name under which CURVE keys are kept for it.
     """
 
     address: str
     binds: bool = False
     topic: str | None = None
     replay: str | None = None
+    peer: str = ""
 
 
 class Faults(msgspec.Struct):
@@ -88,6 +96,7 @@ class _Live:
     def __init__(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], source: Source) -> None:
         self.socket = socket
         self.monitor = monitor
+        self.source = source
         self.binds = source.binds
         self.address = source.address
         self.streams: dict[StreamId, str | None] = {}
@@ -146,11 +155,16 @@ class Subscriber:
     """Follows any number of streams; signals come out of :attr:`inbox`.
 
     ``tap`` sees each live message of a stream untouched, on the subscriber's thread. A message with a part
-    above ``max_message_bytes`` costs its connection before it is taken in.
+    above ``max_message_bytes`` costs its connection before it is taken in. ``curve`` are the keys by which
+    peers are known; those that it does not name are spoken to in plain.
     """
 
     def __init__(
-        self, inbox: Inbox | None = None, tap: Tap | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        inbox: Inbox | None = None,
+        tap: Tap | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        curve: Curve | None = None,
     ) -> None:
         self.inbox = inbox or Inbox()
         self._tap = tap
@@ -168,6 +182,11 @@ class Subscriber:
         self._names = count()
         self._wake_in, self._wake_out = self._wake_pair()
         self._wake_lock = threading.Lock()
+        self._curve = curve
+        self._gate: Gate | None = None
+        if curve is not None and curve.clients is not None:
+            self._gate = Gate(self._contexts.shared, curve.clients)
+            self._poller.register(self._gate.socket, zmq.POLLIN)
         self._open = True
         self._thread = threading.Thread(target=self._run, name="subscriber", daemon=True)
         self._thread.start()
@@ -232,6 +251,8 @@ class Subscriber:
             live.monitor.close(0)
             live.socket.close(0)
         self._wake_in.close(0)
+        if self._gate is not None:
+            self._gate.socket.close(0)
         for replay in self._replays.values():
             replay.socket.close(0)
 
@@ -240,6 +261,8 @@ class Subscriber:
         ready = dict(self._poller.poll(RESUME_MS if self._paused else WAKE_MS))
         if self._wake_in in ready:
             self._drain_wakes()
+        if self._gate is not None and self._gate.socket in ready:
+            self._gate.answer()
         while not self._commands.empty():
             self._commands.get()()
         for live in list(self._live.values()):
@@ -288,9 +311,11 @@ class Subscriber:
         return next((live for live in bound if live.address == source.address), None)
 
     def _open_live(self, source: Source) -> _Live:
-        context = self._contexts.acquire(source.address)
+        # What binds looks up no name later on, and has to be where the gate is.
+        context = self._contexts.shared if source.binds else self._contexts.acquire(source.address)
         socket = self._socket(context, zmq.SUB, LIVE_HIGH_WATER)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._protect(socket, source, binds=source.binds)
         monitor = context.socket(zmq.PAIR)
         endpoint = f"inproc://monitor-{next(self._names)}"
         try:
@@ -300,13 +325,28 @@ class Subscriber:
         except zmq.ZMQError:
             monitor.close(0)
             socket.close(0)
-            self._contexts.release(source.address)
+            self._release(source)
             raise
         live = _Live(socket, monitor, source)
         self._live[socket] = live
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         return live
+
+    def _release(self, source: Source) -> None:
+        if not source.binds:
+            self._contexts.release(source.address)
+
+    def _protect(self, socket: zmq.Socket[bytes], source: Source, *, binds: bool) -> None:
+        """Has a socket demand the keys that are known of its peer."""
+        if self._curve is None:
+            return
+        server = self._curve.server_of(source.peer)
+        if binds:
+            if self._gate is not None:
+                speak_as_server(socket, self._curve.own, gated=True)
+        elif server is not None:
+            speak_as_client(socket, self._curve.own, server)
 
     def _socket(self, context: Context, kind: int, high_water: int) -> zmq.Socket[bytes]:
         """A socket that gives up on a silent peer, and on messages that no engine sends."""
@@ -341,7 +381,7 @@ class Subscriber:
         socket.disable_monitor()
         live.monitor.close(0)
         socket.close(0)
-        self._contexts.release(live.address)
+        self._release(live.source)
         del self._live[socket]
 
     def _read_live(self, live: _Live) -> None:
@@ -389,16 +429,31 @@ class Subscriber:
         joined = False
         while live.monitor.poll(0):
             message = recv_monitor_message(live.monitor)
+            self._note_handshake(live, message["event"])
             changes += live.on_event(message["event"], message["value"])
             joined = joined or message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return changes, joined
+
+    def _note_handshake(self, live: _Live, event: int) -> None:
+        """Says of a stream whose peer we connect to that the two do not get on: most often it is the keys."""
+        if live.binds or event not in (*_REFUSALS, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+            return
+        for stream in live.streams:
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.faults.broken.pop(stream, None)
+                continue
+            self.faults.count(stream, "handshake")
+            self.faults.broken[stream] = (
+                f"no handshake with {live.address}: a CURVE key is missing or another one, or it is no ZeroMQ"
+            )
+            self._warn.warning(f"handshake {stream}", "%s: %s", stream, self.faults.broken[stream])
 
     def _reopen_cut(self) -> None:
         """After a breach of protocol, such as too large a message, ZeroMQ does not reconnect by itself."""
         before = time.monotonic() - RECONNECT_PATIENCE_S
         for live in list(self._live.values()):
             if live.cut_at is not None and live.cut_at < before:
-                again = self._open_live(Source(live.address))
+                again = self._open_live(live.source)
                 again.streams = live.streams
                 again.connected = live.connected
                 self._close_live(live.socket, live)
@@ -428,6 +483,7 @@ class Subscriber:
             return
         self._close_replay(stream)
         socket = self._socket(self._contexts.acquire(source.replay), zmq.DEALER, 0)
+        self._protect(socket, source, binds=False)
         try:
             socket.connect(source.replay)
         except zmq.ZMQError as error:

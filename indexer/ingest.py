@@ -492,7 +492,13 @@ class Ingest:
 
 
 def _source(registration: Registration) -> Source:
-    return Source(registration.address, registration.binds, registration.topic, registration.replay_endpoint)
+    return Source(
+        registration.address,
+        registration.binds,
+        registration.topic,
+        registration.replay_endpoint,
+        registration.instance,
+    )
 
 
 def _same_stream(known: StreamRecord, registration: Registration) -> bool:

@@ -35,10 +35,11 @@ class Indexer:
     """All parts of an indexer, open."""
 
     def __init__(self, settings: IndexerSettings) -> None:
-        """Opens the map. Raises MapError."""
+        """Opens the map. Raises MapError, SettingsError."""
+        curve = settings.curve()
         self.writer = MapWriter(Path(settings.map), map_size=settings.map_size)
         self.reader = MapReader(self.writer.env, self.writer.tables)
-        self.subscriber = Subscriber(max_message_bytes=settings.max_message_bytes)
+        self.subscriber = Subscriber(max_message_bytes=settings.max_message_bytes, curve=curve)
         bounds = Bounds(settings.budget_bytes, settings.max_blocks)
         self.ingest = Ingest(
             self.writer, self.subscriber, bounds=bounds, partial_ttl_s=settings.partial_ttl_s

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from events.address import AddressError, host_and_port
+from events.curve import Curve, CurveError, read_curve
 from events.subscriber import MAX_MESSAGE_BYTES
 from indexer.errors import SettingsError
 from indexer.layout import DEFAULT_MAP_SIZE, PARTIAL_TTL_S
@@ -58,6 +59,27 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             description="Largest batch that is taken, bytes; a larger one is lost, and costs its connection.",
         ),
     ] = MAX_MESSAGE_BYTES
+    curve_key: Annotated[
+        str | None,
+        Meta(
+            description="File of our own CURVE keys, NAME.key_secret of `warmroute keygen NAME`, mode 0600. "
+            "None: events are not encrypted."
+        ),
+    ] = None
+    curve_server: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="REPLICA=FILE, with its public key (NAME.key): what is connected to for it must have "
+            "that key. *=FILE: all others too. May be repeated."
+        ),
+    ] = ()
+    curve_client: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="File with the public key of an engine that may connect to us (bind:...); may be "
+            "repeated. With one, nobody else may, and nobody in plain."
+        ),
+    ] = ()
     partial_ttl_s: Annotated[
         float,
         Meta(
@@ -74,6 +96,13 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def budget_bytes(self) -> int:
         """Bytes of entries that the map may hold."""
         return self.map_size // 4 if self.map_budget is None else self.map_budget
+
+    def curve(self) -> Curve | None:
+        """The keys for events, read from their files. Raises SettingsError."""
+        try:
+            return read_curve(self.curve_key, self.curve_server, self.curve_client)
+        except CurveError as error:
+            raise SettingsError(str(error)) from error
 
     def check(self) -> None:
         """Raises SettingsError for values that no indexer could run with."""

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from events.address import AddressError, cannot_listen, host_and_port, http_url, offset_port
+from events.curve import read_pair, read_public
 from events.publisher import Publisher, PublisherError
 from simulator import openai, tokenizer
 from simulator.core import EngineCore
@@ -115,6 +116,7 @@ class Engine:
         settings = self.settings
         if settings.events is None:
             return None
+        key, server = settings.curve_key, settings.curve_server
         return Publisher(
             offset_port(settings.events, rank),
             None if settings.replay is None else offset_port(settings.replay, rank),
@@ -122,6 +124,8 @@ class Engine:
             rank=rank,
             buffer_steps=BUFFER_STEPS,
             hwm=HIGH_WATER_MARK,
+            keys=None if key is None else read_pair("--curve-key", key),
+            server_key=None if server is None else read_public("--curve-server", server),
         )
 
     def _application(self) -> web.Application:

@@ -26,6 +26,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="ZeroMQ endpoint for replay requests, such as tcp://*:5558; rank r uses port + r."),
     ] = None
     topic: Annotated[str, Meta(description="Topic of the events, such as kv@POD@MODEL.")] = ""
+    curve_key: Annotated[
+        str | None,
+        Meta(description="File NAME.key_secret (`warmroute keygen`): events and replay speak CURVE with it."),
+    ] = None
+    curve_server: Annotated[
+        str | None,
+        Meta(description="File NAME.key of the indexer, where the engine connects its events to one."),
+    ] = None
     model: Annotated[str, Meta(description="Name of the served model.")] = "model"
     block_size: Annotated[int, Meta(description="Size of a KV block, tokens.")] = 16
     blocks: Annotated[int, Meta(description="KV blocks of each rank, the null block included.")] = 4096
