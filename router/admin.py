@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from router.colleagues import OWN, Colleagues, together
 from router.decision_log import DecisionLog
 from router.fleet import Fleet
 from router.load import Load
@@ -18,13 +20,16 @@ from router.registrar import Registrar
 from router.replicas import Health, Replica, StreamId
 from router.rules import Rules
 
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
 _encode = msgspec.json.Encoder().encode
 
 
 class Admin:
     """The handlers. ``strangers`` gives the replicas of the index that are none of ours, ``draining`` tells
     whether we are going down, ``settings_errors`` why new settings or places of replicas are not heeded,
-    ``tokenizers`` gives the local tokenizers.
+    ``tokenizers`` gives the local tokenizers. Where there are other workers, ``colleagues``, each page shows
+    all of them where it can, and ``?worker=N`` asks for that of one.
     """
 
     def __init__(
@@ -39,7 +44,9 @@ class Admin:
         draining: Callable[[], bool],
         settings_errors: Callable[[], list[str]],
         tokenizers: Callable[[], list[Told]],
+        colleagues: Colleagues | None = None,
     ) -> None:
+        self._colleagues = colleagues
         self._fleet = fleet
         self._load = load
         self._metrics = metrics
@@ -58,11 +65,40 @@ class Admin:
 
     def add_routes(self, app: web.Application) -> None:
         """What only operators may see."""
-        app.router.add_get("/metrics", self.metrics)
-        app.router.add_get("/debug/replicas", self.replicas)
-        app.router.add_get("/debug/decisions", self.decisions)
-        app.router.add_get("/debug/rules", self.rules)
-        app.router.add_get("/debug/tokenizers", self.tokenizers)
+        for path, handler in (
+            ("/metrics", self.metrics),
+            ("/debug/replicas", self.replicas),
+            ("/debug/decisions", self.decisions),
+            ("/debug/rules", self.rules),
+            ("/debug/tokenizers", self.tokenizers),
+        ):
+            app.router.add_get(path, self._of_worker(handler))
+
+    def _of_worker(self, handler: Handler) -> Handler:
+        """The handler, but for requests that are for the page of another worker."""
+        colleagues = self._colleagues
+        if colleagues is None:
+            return handler
+
+        async def handle(request: web.Request) -> web.Response:
+            asked = request.query.get("worker", OWN)
+            if asked in (OWN, str(colleagues.number)):
+                return await handler(request)
+            page = None
+            if asked.isascii() and asked.isdecimal() and len(asked) < 10:
+                page = await colleagues.page(int(asked), request.path, request.query)
+            if page is None:
+                return _json({"error": f"worker {asked[:20]!r} does not answer"}, status=404)
+            kind = CONTENT_TYPE_LATEST if request.path == "/metrics" else "application/json"
+            return web.Response(body=page, headers={"Content-Type": kind})
+
+        return handle
+
+    async def _others(self, request: web.Request) -> dict[int, bytes | None]:
+        """The other workers' pages, where the request is not for that of one."""
+        if self._colleagues is None or "worker" in request.query:
+            return {}
+        return await self._colleagues.pages(request.path, request.query)
 
     async def health(self, request: web.Request) -> web.Response:
         """200 as long as the process serves."""
@@ -78,7 +114,11 @@ class Admin:
         return _json({"ready": ready, "reason": why, "replicas_up": up}, status=200 if ready else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        """Those of all workers, each with its number as a label, where there are several."""
+        others, own = await self._others(request), self._metrics.render()
+        if self._colleagues is not None and others:
+            own = await asyncio.to_thread(together, {self._colleagues.number: own, **others})
+        return web.Response(body=own, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def replicas(self, request: web.Request) -> web.Response:
         """Every replica with its state, models, streams, load and last error, the indexer they are registered
@@ -86,6 +126,7 @@ class Admin:
         """
         return _json(
             {
+                **({} if self._colleagues is None else {"worker": self._colleagues.number}),
                 "replicas": [self._replica(replica) for replica in self._fleet.replicas.values()],
                 "indexer": self._registrar.indexer() if self._registrar else None,
                 "unknown_in_index": self._strangers(),
@@ -95,7 +136,12 @@ class Admin:
 
     async def rules(self, request: web.Request) -> web.Response:
         """The rules in their order with how many requests took each, and the policy of all others."""
-        return _json({"rules": self._rules.shown(), "default": self._rules.default.name})
+        rules = self._rules.shown()
+        for page in (await self._others(request)).values():
+            counts = {rule["name"]: rule["requests"] for rule in _read(page, "rules")}
+            for rule in rules:
+                rule["requests"] += counts.get(rule["name"], 0)
+        return _json({"rules": rules, "default": self._rules.default.name})
 
     def _registered(self, stream: StreamId) -> bool | str:
         registered = self._registrar.registered(stream) if self._registrar else False
@@ -140,7 +186,22 @@ class Admin:
         """The last decisions, newest first; ``?limit=N`` and ``?request_id=ID`` narrow them."""
         limit = request.query.get("limit", "")
         most = int(limit) if limit.isdecimal() else None
-        return _json({"decisions": self._decisions.shown(most, request.query.get("request_id"))})
+        shown = self._decisions.shown(most, request.query.get("request_id"))
+        if self._colleagues is not None:
+            shown = [{"worker": self._colleagues.number, **decision} for decision in shown]
+        others = await self._others(request)
+        if others:
+            shown += [decision for page in others.values() for decision in _read(page, "decisions")]
+            shown = sorted(shown, key=lambda decision: -decision["at"])[:most]
+        return _json({"decisions": shown})
+
+
+def _read(page: bytes | None, name: str) -> list[dict[str, Any]]:
+    """The list of that name on another worker's page; empty for one that does not answer."""
+    if page is None:
+        return []
+    found: list[dict[str, Any]] = msgspec.json.decode(page)[name]
+    return found
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -33,17 +33,18 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Board:
-    """What ``workers`` processes share: their loads by stream, and what API keys have used, of ``keys`` and
-    of some more that may come later.
+    """What ``workers`` processes share: their loads by stream, what API keys have used, of ``keys`` and of
+    some more that may come later, and the ports of their pages.
     """
 
     def __init__(self, workers: int, keys: int) -> None:
         self.loads = Table(workers, shares.MOST_STREAMS, shares.SHAPE)
         self.keys = Table(workers, keys + MORE_KEYS, doors.SHAPE)
+        self.pages = Table(workers, 1, "qq")
 
     def clear(self, worker: int) -> None:
         """A worker is no more: nothing of it counts any longer."""
-        for table in (self.loads, self.keys):
+        for table in (self.loads, self.keys, self.pages):
             table.clear(worker)
 
 
@@ -54,6 +55,20 @@ class Worker:
         self.number = number
         self.port = port
         self._board = board
+        self._pages = board.pages.row(number)
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self._board.pages.rows
+
+    def pages_at(self, port: int) -> None:
+        """Tells the others where this one has its pages."""
+        self._pages.put(b"", self.number, port)
+
+    def others_pages(self) -> dict[int, int]:
+        """The ports of the others' pages, by number."""
+        return {int(number): int(port) for number, port in self._pages.others(b"")}
 
     def loads(self) -> Row:
         """Its row of the board."""

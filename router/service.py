@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -25,6 +26,7 @@ from events.address import host_and_port, http_url
 from indexer.client import IndexerClient
 from router.admin import Admin
 from router.chooser import Chooser
+from router.colleagues import Colleagues
 from router.decider import Decider
 from router.decision import HEADER_PREFIX
 from router.decision_log import DecisionLog
@@ -215,7 +217,7 @@ async def router_app(
         )
         registrar = _registrar(settings, fleet, map_lookup, probes)
         router.tokenizers = token_check.told
-        _add_admin(router, registrar, planner, rules)
+        _add_admin(router, registrar, planner, rules, _colleagues(settings, worker, probes))
         models, handle = doors.guarded(router.models), doors.guarded(route.handle)
         router.app.router.add_get("/v1/models", models)
         router.app.router.add_route("*", "/v1/{path:.*}", handle, expect_handler=await_body)
@@ -421,7 +423,28 @@ def _registrar(
     )
 
 
-def _add_admin(router: RouterApp, registrar: Registrar | None, planner: Planner, rules: Rules) -> None:
+def _colleagues(
+    settings: RouterSettings, worker: Worker | None, session: aiohttp.ClientSession
+) -> Colleagues | None:
+    admin = settings.admin_address()
+    if worker is None or admin is None:
+        return None
+    # An address that stands for all of the host is none to ask at.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(admin[0], admin[0])
+
+    def urls() -> dict[int, str]:
+        return {number: http_url(host, port) for number, port in worker.others_pages().items()}
+
+    return Colleagues(worker.number, worker.workers, urls, session)
+
+
+def _add_admin(
+    router: RouterApp,
+    registrar: Registrar | None,
+    planner: Planner,
+    rules: Rules,
+    colleagues: Colleagues | None,
+) -> None:
     admin = Admin(
         router.fleet,
         router.load,
@@ -433,6 +456,7 @@ def _add_admin(router: RouterApp, registrar: Registrar | None, planner: Planner,
         lambda: router.draining,
         router.settings_errors,
         router.tokenizers,
+        colleagues,
     )
     admin.add_health(router.app)
     if router.admin_app is not router.app:
@@ -493,6 +517,8 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
             host, port = admin
             port += worker.number if worker is not None and port else 0
             router.admin_url = await _open(stack, router, router.admin_app, "--admin-listen", host, port)
+            if worker is not None:
+                worker.pages_at(urlsplit(router.admin_url).port or 0)
             log.info("metrics and debug pages on %s", router.admin_url)
         host, port = host_and_port(settings.listen)
         port = port if worker is None else worker.port

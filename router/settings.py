@@ -55,7 +55,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int,
         Meta(
             ge=1,
-            description="Processes on --listen. The pages of worker n are at --admin-listen's port + n.",
+            description="Processes on --listen. Worker n has its pages at --admin-listen's port + n; "
+            "each shows all.",
         ),
     ] = 1
     tls_cert: Annotated[

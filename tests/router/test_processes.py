@@ -156,6 +156,49 @@ async def test_rq06_a_burst_over_four_workers_spreads_and_keeps_limits_as_over_o
             assert statuses == [200] * 40
 
 
+async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -> None:
+    engine = await start_engine()
+    rule = '{"name": "all", "policy": "least-loaded"}'
+    arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--replica", f"e0={engine.url}", "--rule", rule)
+    async with routers(*arguments) as process, aiohttp.ClientSession() as client:
+        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        admins = process.urls("debug pages on")
+
+        async def page(path: str, admin: str = admins[0]) -> Any:
+            async with client.get(admin + path) as response:
+                assert response.status == 200, path
+                return await (response.text() if path.startswith("/metrics") else response.json())
+
+        sent = 0
+
+        async def seen() -> set[int]:
+            return {decision["worker"] for decision in (await page("/debug/decisions"))["decisions"]}
+
+        async with asyncio.timeout(20):
+            while await seen() != {0, 1}:
+                await spread(process.urls("listening on")[0], lambda before=sent: engine.generated > before)
+                sent = engine.generated
+        for admin in admins:
+            newest = (await page("/debug/decisions", admin))["decisions"]
+            assert len(newest) == sent
+            assert [one["at"] for one in newest] == sorted((one["at"] for one in newest), reverse=True)
+            assert len((await page("/debug/decisions?limit=1", admin))["decisions"]) == 1
+            assert (await page("/debug/rules", admin))["rules"][0]["requests"] == sent
+            metrics = await page("/metrics", admin)
+            counts = re.findall(r'^warmroute_router_requests_total{.*worker="(\d)".*} (\S+)', metrics, re.M)
+            assert {worker for worker, _ in counts} == {"0", "1"}
+            assert sum(float(count) for _, count in counts) == sent
+            assert 'warmroute_router_worker_up{worker="0"} 1.0' in metrics
+            assert 'warmroute_router_worker_up{worker="1"} 1.0' in metrics
+            assert metrics.count("# TYPE warmroute_router_requests_total counter") == 1
+        both = [(await page(f"/debug/decisions?worker={number}"))["decisions"] for number in range(2)]
+        assert [{one["worker"] for one in ones} for ones in both] == [{0}, {1}]
+        assert "worker=" not in await page("/metrics?worker=1")
+        assert (await page("/debug/replicas?worker=1"))["worker"] == 1
+        async with client.get(admins[0] + "/metrics?worker=7") as response:
+            assert response.status == 404
+
+
 async def test_px17_workers_finish_open_streams_at_sigterm(start_engine: Any, kit: Any) -> None:
     gate = asyncio.Event()
 
