@@ -20,7 +20,7 @@ def pass_header_bytes() -> None:
 
 def _serialize(status_line: str, headers: CIMultiDict[str]) -> bytes:
     head: bytes = _aiohttps_own(status_line, headers)  # refuses control characters
-    if status_line.isascii() and all(value.isascii() for value in headers.values()):
+    if status_line.isascii() and "".join(headers.values()).isascii():
         return head
     lines = (status_line, *(f"{name}: {value}" for name, value in headers.items()), "\r\n")
     return "\r\n".join(lines).encode("utf-8", "surrogateescape")

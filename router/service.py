@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import random
@@ -575,6 +576,15 @@ def _raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _collect_garbage_seldom() -> None:
+    """What is there by now stays. A request makes hundreds of objects, hardly any in cycles: looking through
+    them every 700 took 4 % of all CPU, and a look through everything holds the loop.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 async def serve(
     settings: RouterSettings,
     recorder: Recorder | None = None,
@@ -598,6 +608,7 @@ async def serve(
         ):
             if router.reload is not None:
                 loop.add_signal_handler(signal.SIGHUP, router.reload.now)
+            _collect_garbage_seldom()
             await stop.wait()
             log.info(
                 "shutting down: not ready any more, the door closes in %g s, open answers get %g s then",

@@ -9,6 +9,7 @@ counts and not requests per second, as the machine is shared.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import socket
@@ -51,6 +52,8 @@ SECONDS = float(os.environ.get("WARMROUTE_BENCH_S", "3"))
 TOKENIZER = Path(__file__).parents[3] / "shared" / "data" / "smollm2-tokenizer"
 REPLICAS = 8
 CLIENTS = 8
+WINDOWS = 5
+"""The CPU of a request is that of the cheapest part of the run: others share the machine."""
 RATE = 50.0
 STREAMS, CHUNKS, PACE_US = 100, 50, 20_000
 SIZES = {"400 B": 400, "8 kB": 8_000, "128 kB": 128_000}
@@ -196,12 +199,20 @@ async def request_cost(router: Measured | None, port: int, *, warm: bool) -> Cos
         body = Bodies(size, warm=warm)
         await closed(port, body, connections=4, seconds=1)
         if router is not None:
-            before = router.cpu_s()
-            answered = await closed(port, body, connections=CLIENTS, seconds=SECONDS)
-            cost.cpu_us[name] = (router.cpu_s() - before) / len(answered) * 1e6
+            cost.cpu_us[name] = min([await cpu_us(router, port, body) for _ in range(WINDOWS)])
+            if cost.cpu_us[name] * RATE > 0.5e6:
+                # Half of the core, and more: what is measured then is how requests queue.
+                cost.p50_ms[name] = math.nan
+                continue
         answered = await paced(port, body, rate=RATE, seconds=SECONDS)
         cost.p50_ms[name] = p50_ms(answer.whole_s for answer in answered)
     return cost
+
+
+async def cpu_us(router: Measured, port: int, body: Bodies) -> float:
+    before = router.cpu_s()
+    answered = await closed(port, body, connections=CLIENTS, seconds=SECONDS / WINDOWS)
+    return (router.cpu_s() - before) / len(answered) * 1e6
 
 
 async def stream_cost(router: Measured | None, port: int, backend: int) -> Streams:

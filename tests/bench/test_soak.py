@@ -22,17 +22,19 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.load import Measured, free_port
+from tests.bench.load import Measured, free_port, wait_until
 
 SOAK_S = float(os.environ.get("WARMROUTE_SOAK_S", "600"))
 CLIENTS = int(os.environ.get("WARMROUTE_SOAK_CLIENTS", "200"))
 THINK_S = 1.0
 FAULT_S, REST_S = 4.0, 3.0
 ENGINES = 4
+LEAVING = 0.1
+"""Share of the streams that their client leaves in the middle."""
 
 
-def warmroute(*arguments: str, port: int, log: Path) -> Measured:
-    return Measured([sys.executable, "-m", "warmroute", *arguments], port, log)
+def warmroute(*arguments: str, port: int, log: Path, module: str = "warmroute") -> Measured:
+    return Measured([sys.executable, "-m", module, *arguments], port, log)
 
 
 class SickDoor:
@@ -108,6 +110,7 @@ class Soak:
 
     async def start(self) -> None:
         self.write()
+        os.environ["COUNT_TASKS_TO"] = str(self.folder / "tasks")
         self.engines = [self.start_engine(number) for number in range(ENGINES)]
         self.indexer = self.start_indexer()
         await self.door.open(self.door_port)
@@ -117,6 +120,7 @@ class Soak:
             *("--config", str(self.config), "router", *flags, *index),
             port=self.listen,
             log=self.log("router"),
+            module="tests.bench.counted_router",
         )
         for service in (*self.engines, self.indexer, self.router):
             await asyncio.to_thread(service.await_health)
@@ -135,15 +139,21 @@ class Soak:
             stream = chance.random() < 0.5
             prompt = prefix + [chance.randrange(50_000) for _ in range(32)]
             body = {"model": "m", "prompt": prompt, "max_tokens": 8, "stream": stream}
-            self.ends[await self.one(session, body)] += 1
+            leaves = stream and chance.random() < LEAVING
+            self.ends[await self.one(session, body, leaves=leaves)] += 1
             await asyncio.sleep(chance.random() * 2 * THINK_S)
 
-    async def one(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> str:
-        """How a request ended: ``ok``, ``cut`` for an answer that a killed engine had begun, or why not."""
+    async def one(self, session: aiohttp.ClientSession, body: dict[str, Any], *, leaves: bool) -> str:
+        """How a request ended: ``ok``, ``left`` in the middle by its client, ``cut`` for an answer that a
+        killed engine had begun, or why not.
+        """
         sent, replica = time.monotonic(), ""
         try:
             async with session.post(f"{self.router.url}/v1/completions", json=body) as response:
                 replica = response.headers.get("x-warmroute-replica", "")
+                if leaves and response.status == 200 and await response.content.readany():
+                    response.close()
+                    return "left"
                 content = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             return "cut" if self.touched.get(replica, 0) > sent else type(error).__name__
@@ -206,6 +216,14 @@ class Soak:
         assert found
         return sum(float(value) for value in found)
 
+    async def tasks(self) -> list[str]:
+        """The names of the router's tasks."""
+        told = self.folder / "tasks"
+        told.unlink(missing_ok=True)
+        os.kill(self.router.pid, signal.SIGUSR1)
+        await asyncio.to_thread(wait_until, told.exists, 10)
+        return told.read_text().splitlines()
+
     def files(self) -> int:
         return len(os.listdir(f"/proc/{self.router.pid}/fd"))
 
@@ -214,7 +232,7 @@ async def soak(folder: Path) -> dict[str, Any]:
     run = Soak(folder)
     await run.start()
     try:
-        files_before = run.files()
+        files_before, tasks_before = run.files(), await run.tasks()
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60)
         ) as session:
@@ -231,6 +249,7 @@ async def soak(folder: Path) -> dict[str, Any]:
             async with session.get(f"http://127.0.0.1:{run.admin}/metrics") as response:
                 in_flight = run.gauges(await response.text())
         await asyncio.sleep(1)
+        tasks_after = await run.tasks()
         return {
             "ends": dict(run.ends),
             "in flight at the end": in_flight,
@@ -238,6 +257,9 @@ async def soak(folder: Path) -> dict[str, Any]:
             "MB at the end": round(rss_end / 1e6, 1),
             "files before": files_before,
             "files after": run.files(),
+            "tasks before": len(tasks_before),
+            "tasks after": len(tasks_after),
+            "tasks left behind": sorted(set(tasks_after) - set(tasks_before)),
         }
     finally:
         await run.end()
@@ -249,7 +271,9 @@ def test_no_request_fails_that_had_an_untouched_replica_to_go_to(tmp_path: Path)
     for name, value in result.items():
         table.add_row(name, str(value))
     Console(width=160).print(table)
-    assert set(result["ends"]) <= {"ok", "cut"}
+    assert set(result["ends"]) <= {"ok", "cut", "left"}
+    assert not result["tasks left behind"]
+    assert result["tasks after"] == result["tasks before"]
     assert result["in flight at the end"] == 0
     assert result["MB at the end"] < 1.15 * result["MB when warm"] + 5
     assert result["files after"] <= result["files before"] + 10
