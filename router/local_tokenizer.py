@@ -86,7 +86,7 @@ class LocalTokenizer:
         if self._cuts is None or (add_special_tokens and around is None):
             if len(text) > most_new:
                 return None
-            return array("I", self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return self._ids(text, add_special_tokens)
         ids = array("I", around.before if around else ())
         for piece in self._cuts.pieces(text):
             digest = _digest(piece)
@@ -129,8 +129,16 @@ class LocalTokenizer:
         kept = self._cache.get(self._name, digest)
         return self._make(piece, digest) if kept is None else kept
 
+    def _ids(self, text: str, add_special_tokens: bool) -> array[int]:
+        """All of the text anew. ``encode`` would hold the interpreter for its whole run, half a second for
+        100,000 tokens, and the event loop with it; a batch lets go of it (``tokenizers`` 0.23:
+        ``tokenizer.rs``), and this one leaves out offsets, which take as long as all the rest.
+        """
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return array("I", encoding.ids)
+
     def _make(self, piece: str, digest: bytes) -> array[int]:
-        ids = array("I", self._backend.encode(piece, add_special_tokens=False).ids)
+        ids = self._ids(piece, False)
         self._cache.put(self._name, self._cache.era(self._name), digest, ids)
         return ids
 

@@ -13,12 +13,13 @@ import math
 import os
 import random
 import socket
+import statistics
 import subprocess
 import sys
 import time
 import urllib.request
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -40,10 +41,11 @@ from tests.bench.load import (
     indexer,
     publish,
     publishers,
+    reachable,
     registrations,
     wait_until,
 )
-from tests.bench.relay_load import MODEL, Bodies, closed, p50_ms, p99_ms, paced
+from tests.bench.relay_load import MODEL, Answered, Bodies, Connection, closed, p50_ms, p99_ms, paced
 
 TOOLS = os.environ.get("WARMROUTE_LOAD_TOOLS", "")
 PEERS = Path(os.environ.get("WARMROUTE_PEERS", "/nowhere"))
@@ -57,7 +59,15 @@ WINDOWS = 5
 RATE = 50.0
 STREAMS, CHUNKS, PACE_US = 100, 50, 20_000
 SIZES = {"400 B": 400, "8 kB": 8_000, "128 kB": 128_000}
+LONG_BYTES, LONG_PROMPTS, LONG_ROUNDS = 500_000, 32, 5
+"""About 100,000 tokens each."""
+MANY = 300
 CORES = sorted(os.sched_getaffinity(0))
+
+
+needs_tools = pytest.mark.skipif(
+    not TOOLS or not TOKENIZER.exists(), reason="WARMROUTE_LOAD_TOOLS is not set, or no tokenizer"
+)
 
 
 class Cost(msgspec.Struct):
@@ -109,9 +119,9 @@ def free_row(count: int) -> int:
             continue
 
 
-def answers(port: int, path: str = "/health") -> bool:
+def answers(port: int, path: str = "/health", timeout_s: float = 2.0) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=timeout_s):
             return True
     except OSError:
         return False
@@ -150,47 +160,31 @@ def filled_map(folder: Path, prefixes: list[str]) -> Iterator[list[Publisher]]:
         yield opened
 
 
-def pinned(core: int, *command: str) -> list[str]:
-    return ["taskset", "-c", str(core), *command]
+def pinned(cores: Sequence[int], *command: str) -> list[str]:
+    return ["taskset", "-c", ",".join(map(str, cores)), *command]
 
 
-def ours(ports: list[int], folder: Path) -> Measured:
+def ours(ports: list[int], folder: Path, *options: str, cores: Sequence[int] = CORES[:1]) -> Measured:
     listen = free_port()
     replicas = [f"--replica={number}=http://127.0.0.1:{port}" for number, port in enumerate(ports)]
     command = [sys.executable, "-m", "warmroute", "--log-level", "warning", "router"]
-    command += ["--listen", f"127.0.0.1:{listen}", "--map", str(folder / "map"), *replicas]
-    command += [f"--tokenizer={MODEL}={TOKENIZER}"]
-    return Measured(pinned(CORES[0], *command), listen, folder / "router.log")
+    command += ["--listen", f"127.0.0.1:{listen}", f"--tokenizer={MODEL}={TOKENIZER}", *replicas, *options]
+    return Measured(pinned(cores, *command), listen, folder / "router.log")
 
 
 def peer(name: str, ports: list[int], folder: Path, opened: list[Publisher]) -> Measured:
     listen = free_port()
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    program = [str(PEERS / name)] if name == "vllm-router" else [str(PEERS / name), "launch"]
-    command = [*program, "--host", "127.0.0.1", "--port", str(listen), "--worker-urls", *urls]
-    command += [
-        "--prometheus-port",
-        str(free_port()),
-        "--log-level",
-        "warn" if name != "vllm-router" else "warning",
-    ]
+    command = [str(PEERS / name), *(() if name == "vllm-router" else ("launch",))]
+    command += f"--host 127.0.0.1 --port {listen} --prometheus-port {free_port()}".split()
     if name == "vllm-router":
-        command += [
-            "--policy",
-            "kv_aware",
-            "--kv-event-model",
-            MODEL,
-            "--kv-event-block-size",
-            str(BLOCK_SIZE),
-        ]
+        command += f"--log-level warning --policy kv_aware --kv-event-model {MODEL}".split()
+        command += f"--kv-event-block-size {BLOCK_SIZE}".split()
         for url, publisher in zip(urls, opened, strict=True):
-            command += [
-                "--kv-event-source",
-                f"{url}=tcp://127.0.0.1:{str(publisher.endpoint).rpartition(':')[2]}",
-            ]
+            command += ["--kv-event-source", f"{url}={reachable(publisher.endpoint)}"]
     else:
-        command += ["--policy", "cache_aware"]
-    return Measured(pinned(CORES[0], *command), listen, folder / f"{name}.log")
+        command += ["--log-level", "warn", "--policy", "cache_aware"]
+    return Measured(pinned(CORES[:1], *command, "--worker-urls", *urls), listen, folder / f"{name}.log")
 
 
 async def request_cost(router: Measured | None, port: int, *, warm: bool) -> Cost:
@@ -226,9 +220,7 @@ async def stream_cost(router: Measured | None, port: int, backend: int) -> Strea
     return Streams(used / chunks * 1e6, p50_ms(firsts), p99_ms(firsts))
 
 
-@pytest.mark.skipif(
-    not TOOLS or not TOKENIZER.exists(), reason="WARMROUTE_LOAD_TOOLS is not set, or no tokenizer"
-)
+@needs_tools
 def test_relay_cost(backend: Callable[..., list[int]], tmp_path: Path) -> None:
     prefixes = [prefix for size in SIZES.values() for prefix in Bodies(size, warm=True).prefixes]
     os.sched_setaffinity(0, {CORES[-1]})
@@ -240,7 +232,7 @@ def test_relay_cost(backend: Callable[..., list[int]], tmp_path: Path) -> None:
         straight = asyncio.run(stream_cost(None, ports[0], ports[0]))
         streams.add_row("no router", "", f"{straight.first_p50_ms:.1f}", f"{straight.first_p99_ms:.1f}", "")
         routers: list[tuple[str, Callable[[], Measured], list[int]]] = [
-            ("warmroute", lambda: ours(ports, tmp_path), ports)
+            ("warmroute", lambda: ours(ports, tmp_path, "--map", str(tmp_path / "map")), ports)
         ]
         for name in ("vllm-router", "smg", "sglang-router"):
             if (PEERS / name).exists():
@@ -268,3 +260,69 @@ def test_relay_cost(backend: Callable[..., list[int]], tmp_path: Path) -> None:
     console.print(f"\nload of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     console.print(table)
     console.print(streams)
+
+
+async def health_ms(port: int, over: asyncio.Event) -> list[float]:
+    """What ``/health`` takes, asked every 100 ms on connections of its own."""
+    taken = []
+    while not over.is_set():
+        begun = time.monotonic()
+        assert await asyncio.to_thread(answers, port, timeout_s=30)
+        taken.append((time.monotonic() - begun) * 1e3)
+        await asyncio.sleep(max(0.0, begun + 0.1 - time.monotonic()))
+    return taken
+
+
+async def long_prompts(port: int) -> list[float]:
+    body, over = Bodies(LONG_BYTES, warm=False), asyncio.Event()
+    rounds = [[body() for _ in range(LONG_PROMPTS)] for _ in range(LONG_ROUNDS)]
+    probes = asyncio.create_task(health_ms(port, over))
+    for bodies in rounds:
+        await asyncio.gather(*(once(port, long) for long in bodies))
+    over.set()
+    return await probes
+
+
+async def once(port: int, body: bytes) -> Answered:
+    connection = await Connection.open(port)
+    answer = await connection.ask(body)
+    connection.close()
+    return answer
+
+
+@needs_tools
+def test_px13_health_answers_while_32_prompts_of_100k_tokens_come(
+    backend: Callable[..., list[int]], tmp_path: Path
+) -> None:
+    router = ours(backend(), tmp_path, cores=CORES)
+    try:
+        router.await_health(60)
+        time.sleep(5)
+        taken = asyncio.run(long_prompts(router.port))
+    finally:
+        router.end()
+    p99 = statistics.quantiles(taken, n=100)[98]
+    print(f"\n/health during {LONG_ROUNDS} times {LONG_PROMPTS} prompts of {LONG_BYTES:,} bytes: ")
+    print(f"{len(taken)} probes, p50 {statistics.median(taken):.1f}, p99 {p99:.1f}, most {max(taken):.1f} ms")
+    assert p99 < 200
+
+
+@needs_tools
+def test_300_streams_at_once_through_one_worker(backend: Callable[..., list[int]], tmp_path: Path) -> None:
+    async def streams(port: int) -> list[Answered]:
+        body = Bodies(400, warm=True, stream=True)
+        return await asyncio.gather(*(once(port, body()) for _ in range(MANY)))
+
+    ports = backend()
+    router = ours(ports, tmp_path)
+    try:
+        router.await_health(60)
+        time.sleep(5)
+        pace(ports[0], chunks=CHUNKS, delay_us=2 * PACE_US)
+        answered = asyncio.run(streams(router.port))
+    finally:
+        router.end()
+    firsts = [answer.first_s for answer in answered]
+    print(f"\n{MANY} streams at once: first chunk p50 {p50_ms(firsts):.0f} ms, p99 {p99_ms(firsts):.0f} ms, ")
+    print(f"last one whole after {max(answer.whole_s for answer in answered):.2f} s")
+    assert {answer.chunks for answer in answered} == {CHUNKS + 1}

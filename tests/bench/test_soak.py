@@ -244,8 +244,8 @@ async def soak(folder: Path) -> dict[str, Any]:
             run.done.set()
             await asyncio.gather(*tasks, faults)
             rss_end = run.router.rss()
-            # Idle connections are kept for 4 s to replicas, for 15 s to the indexer and for health checks.
-            await asyncio.sleep(20)
+            # Idle connections are kept for 4 s to replicas, for 15 to 30 s to all others.
+            await asyncio.sleep(35)
             async with session.get(f"http://127.0.0.1:{run.admin}/metrics") as response:
                 in_flight = run.gauges(await response.text())
         await asyncio.sleep(1)
