@@ -122,7 +122,8 @@ class Allowance:
 
 
 class Doors:
-    """Lets requests in that carry one of the keys. ``policy`` is named in refusals; ``row`` is this worker's
+    """Lets requests in that carry one of the keys. ``policy`` is named in refusals; ``refused`` is told of
+    each, with the name of the key, if it was one of them, and the status; ``row`` is this worker's
     of the board, where there are several.
     """
 
@@ -132,10 +133,12 @@ class Doors:
         policy: str,
         clock: Callable[[], float] = time.monotonic,
         row: Row | None = None,
+        refused: Callable[[str, int], None] = lambda name, status: None,
     ) -> None:
         self._policy = policy
         self._clock = clock
         self._row = row
+        self._refused = refused
         self._by_name: dict[str, Allowance] = {}
         self._allowances: list[Allowance] = []
         self.follow(keys)
@@ -163,10 +166,13 @@ class Doors:
         async def handle(request: web.Request) -> web.StreamResponse:
             if not self._allowances:
                 return await handler(request)
+            name = ""
             try:
                 allowance = self.allowance(request.headers)
+                name = allowance.spec.name
                 allowance.enter()
             except RefusedError as error:
+                self._refused(name, error.status)
                 response = refusal(error, self._policy, {REQUEST_ID: request_id_of(request.headers)})
                 if error.status == 401:
                     response.headers["WWW-Authenticate"] = "Bearer"

@@ -44,6 +44,9 @@ class RouterMetrics:
             "tokenizer_checks", "Local tokenizers compared with an engine", "model", "outcome"
         )
         self.saturated = self._counter("saturated", "Requests that no replica had room for", "reason")
+        self.doors_refused = self._counter(
+            "doors_refused", "Requests without one of the API keys, or over its limits", "key", "status"
+        )
         self.queue_seconds = self._fast("queue_seconds", "Waiting for room at a replica")
         self.queued = Gauge(PREFIX + "queued", "Requests that wait for room now", registry=self.registry)
         self.retries = self._counter(
@@ -84,6 +87,10 @@ class RouterMetrics:
         self._of_replicas.append(self.ttft_seconds)
         self.lookup_seconds = self._fast("lookup_seconds", "Asking the index")
         self.tokenize_seconds = self._fast("tokenize_seconds", "Getting a prompt's tokens")
+
+    def refused_at_door(self, key: str, status: int) -> None:
+        """A request was turned away; ``key`` is the configured name, or nothing."""
+        self.doors_refused.labels(key, str(status)).inc()
 
     def forget(self, replica: str) -> None:
         """Takes the series of a replica out that is none of ours any more."""

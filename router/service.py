@@ -195,7 +195,10 @@ async def router_app(
         feedback = _feedback(router, map_lookup, probes)
         stack.push_async_callback(feedback.close)
         doors = Doors(
-            parse_keys(settings.api_key), settings.policy, row=None if worker is None else worker.keys()
+            parse_keys(settings.api_key),
+            settings.policy,
+            row=None if worker is None else worker.keys(),
+            refused=metrics.refused_at_door,
         )
         route = Route(
             fleet,
