@@ -592,9 +592,15 @@ def demo(as_json: bool, seed: int) -> None:
 @click.option("--slower", default=1.0, show_default=True, help="How many times slower the first replica is.")
 @click.option("--restart-at-s", type=float, help="When the first replica restarts, empty.")
 @click.option("--added-at-s", type=float, help="When one more replica comes.")
+@click.option(
+    "--poll-s", default=1.0, show_default=True, help="Between two looks of several routers at the load."
+)
+@click.option(
+    "--spread", is_flag=True, help="Spread requests that a trace stamps alike until its next timestamp."
+)
 @click.option("--seed", default=0, show_default=True, help="Of chance, and of a made-up workload.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def replay(trace: str, policies: str, seed: int, as_json: bool, **shape: Any) -> None:
+def replay(trace: str, policies: str, spread: bool, seed: int, as_json: bool, **shape: Any) -> None:
     """Replays TRACE over a simulated fleet, on virtual time, with the router's own code.
 
     TRACE is a file in Mooncake's format, or made-up traffic: workload:chats, workload:rag, workload:agents,
@@ -606,7 +612,7 @@ def replay(trace: str, policies: str, seed: int, as_json: bool, **shape: Any) ->
 
     terminal = Console(stderr=True)
     try:
-        requests = load_trace(trace, seed)
+        requests = load_trace(trace, seed, spread_out=spread)
         results = compare(requests, policies.split(","), Shape(seed=seed, **shape), terminal)
     except ERRORS as error:
         raise StartError(str(error)) from error

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from indexer.reader import Matched
+from router.backlog import level
 from router.crowding import Crowding
 from router.decision import Ask, Candidate, RandomSource, Ranked
 from router.displacement import Displacement
@@ -69,6 +71,7 @@ class Chooser:
         hinted = self.hints.soon(subject.marks, now)
         loads = [(stream, self._load_now(stream)) for stream in streams]
         self.crowding.found((stream, load.prefill_tokens > 0) for stream, load in loads)
+        loads = self._filled(loads)
         candidates = [self._candidate(stream, subject, hinted.get(stream, 0), load) for stream, load in loads]
         held = max(candidate.reused_tokens for candidate in candidates)
         self.displacement.asked(subject.marks, held // self._mark_tokens)
@@ -104,6 +107,23 @@ class Chooser:
             return booked
         waiting = max(0, booked.prefill_tokens - computed)
         return StreamLoad(booked.requests, waiting, booked.decoding)
+
+    def _filled(self, loads: list[tuple[StreamId, StreamLoad]]) -> list[tuple[StreamId, StreamLoad]]:
+        """With what other routers are likely to have sent since the streams were looked at, where least
+        waits.
+        """
+        work = self.load.unseen_tokens(stream for stream, _ in loads)
+        if not work:
+            return loads
+        speeds = [self.load.latency.of(stream).s_per_token for stream, _ in loads]
+        waits = [
+            (speed * load.prefill_tokens, 1 / speed) for speed, (_, load) in zip(speeds, loads, strict=True)
+        ]
+        seconds = level(waits, work)
+        return [
+            (stream, replace(load, prefill_tokens=max(load.prefill_tokens, round(seconds / speed))))
+            for speed, (stream, load) in zip(speeds, loads, strict=True)
+        ]
 
     def _candidate(
         self, stream: StreamId, subject: Subject, hinted_marks: int, load: StreamLoad

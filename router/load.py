@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import msgspec
 
+from router.backlog import Backlog, Own, begun_tokens, others_tokens
 from router.hints import Hint
 from router.latency import Latency
 from router.pace import Pace
@@ -30,6 +32,8 @@ FROZEN_S = 5.0
 """An engine that works changes its numbers with every step: word for word the same for so long, while nothing
 of ours is there, are those of one that hangs or forgot to count down, and no load.
 """
+USUAL_S = 30.0
+"""What we sent so long ago counts about a third (1 / e) for how much we usually send."""
 MOST_ECHO = 4.0
 """Bounds what is believed of other routers that have not been seen yet."""
 
@@ -57,13 +61,14 @@ NEVER = float("inf")
 
 class Share(msgspec.Struct, frozen=True):
     """What worker processes have at a stream, besides one that asks: their ``load``, and how many requests
-    they have ever ``sent``. Of those that wait for their prefill, the first came at ``joined`` (NEVER: none
-    waits) and has ``first_tokens``; ``left`` is when one that was first was last done. Times are of a clock
-    that all have in common.
+    they have ever ``sent``, of ``sent_tokens`` to prefill. Of those that wait for their prefill, the first
+    came at ``joined`` (NEVER: none waits) and has ``first_tokens``; ``left`` is when one that was first was
+    last done. Times are of a clock that all have in common.
     """
 
     load: StreamLoad = IDLE
     sent: int = 0
+    sent_tokens: int = 0
     joined: float = NEVER
     first_tokens: int = 0
     left: float = 0.0
@@ -86,14 +91,17 @@ class Shares(Protocol):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """A report and when it came, since when the engine says the same, what of it was not ours, how many of
-    ours were in flight, how many we had ever sent, and the share of its requests that wait for their prefill.
+    """A report and when it came, since when the engine says the same, how many requests of it were not ours,
+    what they left to compute, how many prompt tokens a second we send there, how many of ours were in
+    flight, how many we had ever sent, and the share of its requests that wait for their prefill.
     """
 
     reported: Reported
     at: float
     same_since: float
     others: int
+    backlog: Backlog
+    own_per_s: float
     ours: int
     sent: int
     waiting_share: float
@@ -111,8 +119,8 @@ class Load:
 
     What an engine reports beyond our own requests is other routers' (or direct clients'). Between two
     reports our own dispatches count at once, and so does what others are likely to have sent after the same
-    numbers: as much, against ours, as they have in flight in the whole fleet. So routers that share nothing
-    but the engines' metrics do not chase one minimum. ``clock`` is in seconds.
+    numbers (``unseen_tokens``), while what they had there is computed. So routers that share nothing but the
+    engines' metrics do not chase one minimum. ``clock`` is in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, shares: Shares | None = None) -> None:
@@ -127,6 +135,7 @@ class Load:
         self._numbers = itertools.count()
         self._seen: dict[StreamId, _Seen] = {}
         self._sent: dict[StreamId, int] = {}
+        self._sent_tokens: dict[StreamId, int] = {}
         self._echo = 0.0
         self._request_tokens = float(UNKNOWN_REQUEST_TOKENS)
         self._requests_known = False
@@ -162,17 +171,13 @@ class Load:
         return own + sum(self.workers(stream).requests for stream in streams)
 
     def others(self, stream: StreamId) -> StreamLoad:
-        """What others have at one stream, by its last report, in requests and in tokens of the mean request.
-
-        Of their requests, as many wait for their prefill as the engine says, or as do of ours, if that is
-        more.
+        """What others have at one stream: requests by its last report, and those that they are likely to have
+        sent since; tokens by its last report, less what the engine can have computed of them since.
         """
         seen = self._seen.get(stream)
-        if seen is None or self._clock() - seen.at > STALE_S:
+        if seen is None or (age_s := self._clock() - seen.at) > STALE_S:
             return IDLE
-        ours = self._streams.get(stream, IDLE)
-        if self._shares is not None:
-            ours += self.workers(stream)
+        ours = self.together(stream)
         requests, share = seen.others, seen.waiting_share
         if ours.requests:
             since = max(0, min(self._sent_together(stream) - seen.sent, ours.requests))
@@ -181,7 +186,25 @@ class Load:
         if not requests:
             return IDLE
         waiting = int(share * requests + 0.5)
-        return StreamLoad(requests, int(waiting * self._request_tokens), requests - waiting)
+        tokens = 0.0
+        if seen.backlog.others:
+            tokens = seen.backlog.others_now(self._own(stream), age_s / self.latency.of(stream).s_per_token)
+        return StreamLoad(requests, round(tokens), requests - waiting)
+
+    def unseen_tokens(self, streams: Iterable[StreamId]) -> float:
+        """Prompt tokens that others are likely to have sent to some of the streams since these were looked
+        at: as many, against ours, as they have requests in flight in the whole fleet. Ours are those that
+        were sent since, or that are sent in such a time otherwise, if that is more.
+        """
+        if not self._echo:
+            return 0.0
+        now, since, usual = self._clock(), 0, 0.0
+        for stream in streams:
+            seen = self._seen.get(stream)
+            if seen is not None and now - seen.at <= STALE_S:
+                since += max(0, self._sent_together_tokens(stream) - seen.backlog.own.sent)
+                usual += seen.own_per_s * (now - seen.at)
+        return self._echo * max(since, usual)
 
     def sent_to(self, replica: str) -> list[StreamId]:
         """The streams of a replica that anything was ever sent to."""
@@ -195,7 +218,7 @@ class Load:
             if self._shares is not None:
                 self._shares.forget(stream)
         books: tuple[dict[StreamId, _Seen] | dict[StreamId, int] | dict[StreamId, float], ...]
-        books = (self._seen, self._sent, self._left)
+        books = (self._seen, self._sent, self._sent_tokens, self._left)
         for book in books:
             for stream in [stream for stream in book if stream[0] == replica]:
                 del book[stream]
@@ -214,10 +237,43 @@ class Load:
         sent = self._sent_together(stream)
         total = reported.running + reported.waiting
         share = reported.waiting / total if total else 0.0
-        self._seen[stream] = _Seen(reported, now, same_since, others, ours, sent, share)
+        backlog = self._backlog(stream, reported, others, share)
+        own_per_s = 0.0
+        if last is not None and now > last.at:
+            weight = 1 - math.exp((last.at - now) / USUAL_S)
+            new = max(0, backlog.own.sent - last.backlog.own.sent) / (now - last.at)
+            own_per_s = last.own_per_s + weight * (new - last.own_per_s)
+        self._seen[stream] = _Seen(reported, now, same_since, others, backlog, own_per_s, ours, sent, share)
         fresh = [seen for seen in self._seen.values() if now - seen.at <= STALE_S]
         theirs = sum(seen.others for seen in fresh)
         self._echo = min(MOST_ECHO, theirs / max(1, sum(seen.ours for seen in fresh)))
+
+    def _backlog(self, stream: StreamId, reported: Reported, others: int, waiting_share: float) -> Backlog:
+        """What ``others`` requests have left to compute there."""
+        own, last, begun = self._own(stream), self._seen.get(stream), None
+        if last is not None:
+            computed = (self._clock() - last.at) / self.latency.of(stream).s_per_token
+            begun = begun_tokens(last.reported, last.backlog.begun, reported, computed)
+        if not others:
+            return Backlog(begun, 0.0, own)
+        if begun is not None:
+            return Backlog(begun, others_tokens(reported, begun, own, self._request_tokens), own)
+        if own.requests:
+            waiting_share = max(waiting_share, own.waiting / own.requests)
+        waiting = int(waiting_share * others + 0.5)
+        return Backlog(None, waiting * self._request_tokens, own)
+
+    def _own(self, stream: StreamId) -> Own:
+        load = self.together(stream)
+        _, first_tokens = self._first(stream)
+        return Own(
+            load.requests,
+            load.requests - load.decoding,
+            load.prefill_tokens,
+            self.computed_tokens(stream),
+            first_tokens,
+            self._sent_together_tokens(stream),
+        )
 
     def reported(self, stream: StreamId) -> Reported | None:
         """What the engine said last, however long ago: its room is the same until it restarts."""
@@ -242,6 +298,7 @@ class Load:
         before = max(0, self.together(stream).prefill_tokens + guessed - self.computed_tokens(stream))
         self._add(stream, 1, prefill_tokens, 0)
         self._sent[stream] = self._sent.get(stream, 0) + 1
+        self._sent_tokens[stream] = self._sent_tokens.get(stream, 0) + prefill_tokens
         share = REQUEST_SHARE if self._requests_known else 1.0
         self._request_tokens += share * (prefill_tokens - self._request_tokens)
         self._requests_known = True
@@ -260,20 +317,25 @@ class Load:
         """How many of the prompt tokens booked on the stream are computed by now: of the first request in the
         line, at the speed of the stream, since its turn came.
         """
-        line = self._prefilling.get(stream)
-        if line is None and self._shares is None:
+        if stream not in self._prefilling and self._shares is None:
             return 0
-        joined, tokens = line.first() if line is not None else (NEVER, 0)
-        left = self._left.get(stream, 0.0)
-        if self._shares is not None:
-            share = self._shares.of(stream)
-            left = max(left, share.left)
-            if share.joined < joined:
-                joined, tokens = share.joined, share.first_tokens
+        joined, tokens = self._first(stream)
         if joined == NEVER:
             return 0
+        left = self._left.get(stream, 0.0)
+        if self._shares is not None:
+            left = max(left, self._shares.of(stream).left)
         since = max(joined, left)
         return int(min(tokens, max(0.0, self._clock() - since) / self.latency.of(stream).s_per_token))
+
+    def _first(self, stream: StreamId) -> tuple[float, int]:
+        """When the first of this router's that wait for their prefill came, and its tokens."""
+        line = self._prefilling.get(stream)
+        first = line.first() if line is not None else (NEVER, 0)
+        if self._shares is None:
+            return first
+        share = self._shares.of(stream)
+        return (share.joined, share.first_tokens) if share.joined < first[0] else first
 
     def _leave(self, reservation: Reservation) -> None:
         stream = reservation.stream
@@ -291,6 +353,10 @@ class Load:
         workers = 0 if self._shares is None else self._shares.of(stream).sent
         return self._sent.get(stream, 0) + workers
 
+    def _sent_together_tokens(self, stream: StreamId) -> int:
+        workers = 0 if self._shares is None else self._shares.of(stream).sent_tokens
+        return self._sent_tokens.get(stream, 0) + workers
+
     def _tell(self, stream: StreamId) -> None:
         """Has the other workers know what is booked here now."""
         if self._shares is None:
@@ -298,7 +364,8 @@ class Load:
         line = self._prefilling.get(stream)
         joined, tokens = line.first() if line is not None else (NEVER, 0)
         load, left = self._streams.get(stream, IDLE), self._left.get(stream, 0.0)
-        self._shares.tell(stream, Share(load, self._sent.get(stream, 0), joined, tokens, left))
+        sent, sent_tokens = self._sent.get(stream, 0), self._sent_tokens.get(stream, 0)
+        self._shares.tell(stream, Share(load, sent, sent_tokens, joined, tokens, left))
 
     def _settle(self, stream: StreamId) -> None:
         """Moves what is due from prefill to decoding."""

@@ -10,16 +10,20 @@ import msgspec
 
 RUNNING, WAITING, USAGE = "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"
 GENERATED, PROMPT = "generation_tokens_total", "prompt_tokens_total"
+QUERIED, HIT = "prefix_cache_queries_total", "prefix_cache_hits_total"
 _CACHE_CONFIG = "cache_config_info"
 _START = "process_start_time_seconds"
-_NAMES = "|".join((RUNNING, WAITING, USAGE, GENERATED, PROMPT, _CACHE_CONFIG))
+_NAMES = "|".join((RUNNING, WAITING, USAGE, GENERATED, PROMPT, QUERIED, HIT, _CACHE_CONFIG))
 _LINE = re.compile(rf"^(?:vllm:({_NAMES})|({_START}))(?:\{{([^\n]*)\}})?[ \t]+(\S+)".encode(), re.MULTILINE)
 _LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class Reported(msgspec.Struct, frozen=True, kw_only=True):
     """One data-parallel rank: requests ``running`` and ``waiting``, the tokens that its cache has room for,
-    the share of it that requests use (0 to 1), and how many tokens it has ever worked on.
+    the share of it that requests use (0 to 1), and how many tokens it has ever worked on. ``admitted_tokens``
+    are those that it had to compute of all prompts that it has ever begun with (vLLM counts both numbers when
+    the scheduler admits a request, ``KVCacheManager.record_prefix_cache_stats``); None where it keeps no
+    prefix cache.
     """
 
     running: int = 0
@@ -27,6 +31,7 @@ class Reported(msgspec.Struct, frozen=True, kw_only=True):
     capacity_tokens: int | None = None
     usage: float = 0.0
     worked_tokens: int = 0
+    admitted_tokens: int | None = None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -80,4 +85,5 @@ def _reported(said: Mapping[str, float], capacity_tokens: int | None) -> Reporte
         capacity_tokens=capacity_tokens or None,
         usage=said[USAGE],
         worked_tokens=int(said[GENERATED] + said[PROMPT]),
+        admitted_tokens=int(said[QUERIED] - said[HIT]) if said.get(QUERIED) else None,
     )

@@ -6,9 +6,9 @@ from router.board import Row
 from router.load import NO_SHARE, Share, StreamLoad
 from router.replicas import StreamId
 
-SHAPE = "qqqqdqd"
-"""Requests, tokens to prefill, requests being decoded, requests ever sent; when the first that waits came,
-its tokens; when one that was first was done.
+SHAPE = "qqqqqdqd"
+"""Requests, tokens to prefill, requests being decoded, requests and tokens ever sent; when the first that
+waits came, its tokens; when one that was first was done.
 """
 MOST_STREAMS = 4096
 
@@ -30,6 +30,7 @@ class BoardShares:
             load.prefill_tokens,
             load.decoding,
             share.sent,
+            share.sent_tokens,
             share.joined,
             share.first_tokens,
             share.left,
@@ -52,12 +53,14 @@ class BoardShares:
 
     def _sum(self, stream: StreamId) -> Share:
         share = NO_SHARE
-        for requests, tokens, decoding, sent, joined, first_tokens, left in self._row.others(_name(stream)):
+        for fields in self._row.others(_name(stream)):
+            requests, tokens, decoding, sent, sent_tokens, joined, first_tokens, left = fields
             load = StreamLoad(int(requests), int(tokens), int(decoding))
             earlier = joined < share.joined
             share = Share(
                 share.load + load if share is not NO_SHARE else load,
                 share.sent + int(sent),
+                share.sent_tokens + int(sent_tokens),
                 joined if earlier else share.joined,
                 int(first_tokens) if earlier else share.first_tokens,
                 max(share.left, left),

@@ -9,6 +9,7 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -163,7 +164,9 @@ class FleetRun:
         if shape.added_at_s is not None:
             self._at(shape.added_at_s, lambda: self._add_replica(shape.prefill_rate))
         if shape.routers > 1:
-            self._at(shape.poll_s, self._poll)
+            for number, chooser in enumerate(self._choosers):
+                # They were not started at one moment.
+                self._at(shape.poll_s * (number + 1) / shape.routers, partial(self._poll, chooser))
         for number, request in enumerate(self._trace):
             self._until(request.at_s)
             self._route(Job(request), self._chance.choice(self._choosers))
@@ -297,13 +300,12 @@ class FleetRun:
     def _come_up(self, replica: Replica) -> None:
         replica.up = True
 
-    def _poll(self) -> None:
-        """Every router asks every engine for its load."""
-        for chooser in self._choosers:
-            for replica in self._replicas:
-                self._report(chooser, replica)
+    def _poll(self, chooser: Chooser) -> None:
+        """A router asks every engine for its load."""
+        for replica in self._replicas:
+            self._report(chooser, replica)
         if self._flights or self._now < self._trace[-1].at_s:
-            self._at(self._now + self._shape.poll_s, self._poll)
+            self._at(self._now + self._shape.poll_s, partial(self._poll, chooser))
 
     def _report(self, chooser: Chooser, replica: Replica) -> None:
         stream = (replica.name, 0)
@@ -311,6 +313,7 @@ class FleetRun:
             running=len(replica.decoding) + (replica.prefilling is not None),
             waiting=len(replica.waiting),
             capacity_tokens=replica.cache.capacity * BLOCK_TOKENS,
+            admitted_tokens=replica.admitted_tokens,
         )
         chooser.load.report(stream, reported, chooser.load.ours(stream).requests)
 

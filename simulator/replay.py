@@ -12,7 +12,7 @@ from router.policies import policy_named
 from simulator.errors import TraceError
 from simulator.fleet import FleetRun, Run, Served, Shape
 from simulator.replica import Cache
-from simulator.trace import BLOCK_TOKENS, Traced, read_trace
+from simulator.trace import BLOCK_TOKENS, Traced, read_trace, spread
 from simulator.traffic import workload
 
 WORKLOAD = "workload:"
@@ -33,14 +33,17 @@ class Replayed(msgspec.Struct, frozen=True):
     load_max_over_mean: float
 
 
-def load_trace(name: str, seed: int = 0) -> list[Traced]:
-    """The file of that name, or the made-up traffic of ``workload:NAME``. Raises TraceError."""
+def load_trace(name: str, seed: int = 0, *, spread_out: bool = False) -> list[Traced]:
+    """The file of that name, or the made-up traffic of ``workload:NAME``. Raises TraceError.
+
+    ``spread_out``: what a file stamps alike comes one after the other, until its next timestamp.
+    """
     if name.startswith(WORKLOAD):
         return workload(name.removeprefix(WORKLOAD), seed)
     trace = read_trace(Path(name))
     if not trace:
         raise TraceError(f"the trace {name} holds no request")
-    return trace
+    return spread(trace, seed) if spread_out else trace
 
 
 def replay(

@@ -84,7 +84,8 @@ class Cache:
 class Replica:
     """One engine. ``prefill_rate`` is in tokens/s; ``decodes``: requests stay until their answer is done.
 
-    ``computed_s`` is for how long it has computed prompts.
+    ``computed_s`` is for how long it has computed prompts, ``admitted_tokens`` what it had to compute of all
+    that it has begun with.
     """
 
     def __init__(self, name: str, cache: Cache, prefill_rate: float, *, decodes: bool) -> None:
@@ -92,6 +93,7 @@ class Replica:
         self.cache = cache
         self.up = True
         self.computed_s = 0.0
+        self.admitted_tokens = 0
         self.waiting: deque[Job] = deque()
         self.prefilling: Job | None = None
         self.decoding: set[Job] = set()
@@ -116,7 +118,9 @@ class Replica:
         job.cached_tokens = self.cache.leading(usable) * BLOCK_TOKENS
         job.blocks = blocks
         change = self.cache.hold(blocks)
-        seconds = (request.prompt_tokens - job.cached_tokens) / self._prefill_rate
+        new_tokens = request.prompt_tokens - job.cached_tokens
+        self.admitted_tokens += new_tokens
+        seconds = new_tokens / self._prefill_rate
         self.computed_s += seconds
         return job, change, seconds
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from simulator.errors import TraceError
 
@@ -43,6 +47,27 @@ def read_trace(path: Path) -> list[Traced]:
             return sorted(_requests(path, file), key=lambda request: request.at_s)
     except OSError as error:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
+
+
+def spread(trace: Sequence[Traced], seed: int = 0) -> list[Traced]:
+    """The trace with the requests of one moment spread by chance until the next, in their order.
+
+    Timestamps of published traces are rounded: Mooncake's come every three seconds, some ten requests at
+    once.
+    """
+    chance = random.Random(seed)
+    counts = Counter(request.at_s for request in trace)
+    moments = sorted(counts)
+    gaps = [after - before for before, after in pairwise(moments)]
+    rounded = zip(moments, [*gaps, gaps[-1] if gaps else 0.0], strict=True)
+    times = (at_s + gap * part for at_s, gap in rounded for part in _parts(chance, counts[at_s]))
+    ordered = sorted(trace, key=lambda request: request.at_s)
+    return [replace(request, at_s=at_s) for request, at_s in zip(ordered, times, strict=True)]
+
+
+def _parts(chance: random.Random, count: int) -> list[float]:
+    """``count`` numbers from 0 to 1, in order."""
+    return sorted(chance.random() for _ in range(count))
 
 
 def _requests(path: Path, lines: Iterable[bytes]) -> Iterable[Traced]:

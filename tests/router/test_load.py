@@ -272,3 +272,68 @@ def test_before_any_request_of_ours_the_mean_request_is_a_guess() -> None:
     load = Load(Clock())
     load.report(A, Reported(waiting=2), 0)
     assert load.of(A).prefill_tokens == 2 * UNKNOWN_REQUEST_TOKENS
+
+
+def test_what_others_have_is_computed_between_two_looks() -> None:
+    clock = Clock()
+    load = load_at_1000_tokens_per_s(clock)
+    load.reserve(A, 2000).release()
+    load.report(A, Reported(waiting=2), 0)
+    assert load.others(A).prefill_tokens == 2 * 2000
+    clock.now = 1.5
+    assert load.others(A).prefill_tokens == 2500
+    # Ours waits behind them, and its first byte is not predicted before that.
+    assert load.reserve(A, 500).queued_tokens == 3000
+
+
+def test_of_the_prompt_that_an_engine_has_begun_with_the_tokens_are_known() -> None:
+    clock = Clock()
+    load = load_at_1000_tokens_per_s(clock)
+    load.report(A, Reported(admitted_tokens=10_000), 0)
+    clock.now = 1.0
+    load.report(A, Reported(running=1, waiting=1, admitted_tokens=18_000), 0)
+    assert load.others(A).prefill_tokens == 8000 - 500 + UNKNOWN_REQUEST_TOKENS
+    clock.now = 2.0
+    load.report(A, Reported(running=1, admitted_tokens=18_000), 0)
+    assert load.others(A).prefill_tokens == 8000 - 1500
+
+
+def test_what_others_may_have_sent_since_is_as_much_against_ours_as_they_have_in_flight() -> None:
+    clock = Clock()
+    load = load_at_1000_tokens_per_s(clock)
+    assert load.unseen_tokens([A, B]) == 0
+    load.reserve(A, 16).prefilled()
+    for stream, running in ((A, 2), (B, 1)):
+        load.report(stream, Reported(running=running), load.ours(stream).requests)
+    assert load.unseen_tokens([A, B]) == 0
+    load.reserve(A, 1000)
+    assert load.unseen_tokens([A, B]) == 2 * 1000
+    clock.now = STALE_S + 0.1
+    assert load.unseen_tokens([A, B]) == 0
+
+
+def test_where_we_have_sent_nothing_since_others_are_taken_to_send_as_we_usually_do() -> None:
+    clock = Clock()
+    load = load_at_1000_tokens_per_s(clock)
+    for second in range(300):
+        clock.now = float(second)
+        load.reserve(A, 100).release()
+        load.report(A, Reported(running=2, worked_tokens=second), 0)
+    assert load.unseen_tokens([A]) == 0
+    clock.now = 301.0
+    assert load.unseen_tokens([A]) == pytest.approx(2 * 2 * 100, rel=0.05)
+
+
+def test_rq06_what_others_may_have_sent_counts_where_least_waits() -> None:
+    load = load_at_1000_tokens_per_s(Clock())
+    for stream, running in ((A, 2), (B, 2)):
+        load.reserve(stream, 16).prefilled()
+        load.report(stream, Reported(running=running), 1)
+    choose(load, [A], random.Random(1), tokens=1000)
+    chooser = Chooser(load, random.Random(1), Clock(), mark_tokens=512)
+    ranked = chooser.choose(POLICIES["least-loaded"], Subject(prompt_tokens=10), [A, B]).ranked
+    # 1,000 of ours at A are told to be 1,000 of others somewhere: at B.
+    assert {item.candidate.replica: item.candidate.prefill_tokens for item in ranked} == {
+        "a": 1000,
+        "b": 1000,
+    }

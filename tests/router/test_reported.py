@@ -15,6 +15,8 @@ vllm:num_requests_waiting_by_reason{engine="0",model_name="model",reason="capaci
 vllm:kv_cache_usage_perc{engine="0",model_name="model"} 0.25
 vllm:generation_tokens_total{engine="0",model_name="model"} 100.0
 vllm:prompt_tokens_total{engine="0",model_name="model"} 1e+03
+vllm:prefix_cache_queries_total{engine="0",model_name="model"} 1500.0
+vllm:prefix_cache_hits_total{engine="0",model_name="model"} 400.0
 vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_gpu_blocks="129"} 1.0
 process_start_time_seconds 1.76e+09
 """
@@ -24,7 +26,14 @@ def test_a_report_says_requests_room_and_work_of_a_rank() -> None:
     report = read_report(VLLM)
     assert report.started == 1.76e9
     assert report.ranks == {
-        0: Reported(running=3, waiting=2, capacity_tokens=32 * 129, usage=0.25, worked_tokens=1100)
+        0: Reported(
+            running=3,
+            waiting=2,
+            capacity_tokens=32 * 129,
+            usage=0.25,
+            worked_tokens=1100,
+            admitted_tokens=1100,
+        )
     }
 
 
@@ -37,6 +46,10 @@ def test_several_models_of_a_rank_add_up_and_several_start_times_are_none() -> N
     other = VLLM.replace(b'model_name="model"', b'model_name="m2"').replace(b"1.76e+09", b"1.77e+09")
     report = read_report(VLLM + other)
     assert (report.ranks[0].running, report.started) == (6, None)
+
+
+def test_an_engine_without_a_prefix_cache_does_not_say_what_it_has_begun_with() -> None:
+    assert read_report(VLLM.replace(b"prefix_cache", b"other")).ranks[0].admitted_tokens is None
 
 
 def test_quotes_in_label_values_do_not_confuse() -> None:

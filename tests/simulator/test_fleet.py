@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from router.policies import policy_named
 from simulator.errors import SettingsError
@@ -120,3 +121,11 @@ def test_a_replica_five_times_slower_gets_fewer_prompts_and_is_not_given_up() ->
 def test_several_routers_make_no_herd() -> None:
     for routers in (2, 4):
         assert measured(run("cache-aware", changed(routers=routers))).load_max_over_mean <= 1.25
+
+
+def test_rq06_several_routers_find_nearly_what_one_finds() -> None:
+    trace = workload("chats")[:4000:2]
+    shape = Shape(replicas=4)
+    one, two, four = (replay(trace, "cache-aware", replace(shape, routers=routers)) for routers in (1, 2, 4))
+    assert min(two.hit_rate, four.hit_rate) >= 0.98 * one.hit_rate
+    assert max(two.load_max_over_mean, four.load_max_over_mean) <= 1.25

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from simulator.errors import TraceError
-from simulator.trace import BLOCK_TOKENS, Traced, read_trace
+from simulator.trace import BLOCK_TOKENS, Traced, read_trace, spread
 from simulator.traffic import WORKLOADS, workload
 
 LINE = '{"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [1, 2, 3]}'
@@ -52,3 +52,13 @@ def test_made_up_traffic_repeats_with_its_seed_and_is_a_well_formed_trace(name: 
 def test_an_unknown_workload_is_refused_with_the_known_ones() -> None:
     with pytest.raises(TraceError, match="unknown workload 'none'; choose one of chats, rag"):
         workload("none")
+
+
+def test_what_is_stamped_alike_is_spread_until_the_next_stamp_in_its_order() -> None:
+    trace = [Traced(at_s, 1, 1, (number,)) for number, at_s in enumerate((0.0, 0.0, 0.0, 3.0, 9.0, 9.0))]
+    apart = spread(trace)
+    assert [one.blocks for one in apart] == [one.blocks for one in trace]
+    times = [one.at_s for one in apart]
+    assert times == sorted(set(times))
+    assert 0 <= times[0] < times[2] < 3 <= times[3] < 9 <= times[4] < times[5] < 15
+    assert spread(trace) == apart != spread(trace, seed=1)
