@@ -121,7 +121,10 @@ def checked_url(what: str, text: str) -> str:
         usable = False
     if not usable or url.query_string or url.fragment or url.user:
         raise SettingsError(f"{what}: {text!r} is no URL of a server; write http://HOST:PORT")
-    return text.rstrip("/")
+    bare = text.rstrip("/")
+    if bare.endswith("/v1"):
+        raise SettingsError(f"{what}: {text!r}: paths begin with /v1 already; write {bare[:-3]}")
+    return bare
 
 
 def _check_endpoint(name: str, key: str, text: str) -> None:

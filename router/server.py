@@ -27,7 +27,8 @@ _MESSAGES = {
     400: "The request is no valid HTTP",
     414: "The request target is longer than --header-limit-bytes",
     431: "A request header is longer than --header-limit-bytes",
-    404: "Not Found: this router serves /v1/..., /health, /ready, /metrics and /debug/...",
+    404: "Not Found: this router serves /v1/..., /health and /ready here, /metrics and /debug/... on "
+    "--admin-listen",
 }
 
 

@@ -37,6 +37,7 @@ from router.errors import ListenError, RefusedError, SettingsError
 from router.feedback import Feedback
 from router.fleet import Fleet, model_cards
 from router.header_bytes import pass_header_bytes
+from router.headers import REQUEST_ID, request_id_of
 from router.key_cache import KeyCache
 from router.load import Load
 from router.local_tokens import LocalTokens, Told
@@ -117,7 +118,7 @@ class RouterApp:
     async def models(self, request: web.Request) -> web.Response:
         """``GET /v1/models``: what the healthy replicas serve, together."""
         replicas = self.fleet.usable()
-        said = {HEADER_PREFIX + "policy": self.settings.policy}
+        said = {HEADER_PREFIX + "policy": self.settings.policy, REQUEST_ID: request_id_of(request.headers)}
         if not replicas:
             error = RefusedError(
                 503,
@@ -126,7 +127,7 @@ class RouterApp:
                 retry_after=2,
                 reason="no healthy replica",
             )
-            return refusal(error, self.settings.policy, {})
+            return refusal(error, self.settings.policy, said)
         said[HEADER_PREFIX + "reason"] = f"the models of {len(replicas)} replicas"
         body = msgspec.json.encode({"object": "list", "data": model_cards(replicas)})
         return web.Response(body=body, content_type="application/json", headers=said)

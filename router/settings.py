@@ -23,6 +23,13 @@ from router.server import Limits
 SAME = "same"
 UPSTREAM_CLIENTS = ("pool", "aiohttp")
 ADMIN_PORT_OFFSET = 1000
+COMPANIONS = (
+    ("tls_key", "tls_cert"),
+    ("tls_client_ca", "tls_cert"),
+    ("upstream_key", "upstream_cert"),
+    ("queue_limit", "max_inflight"),
+)
+"""Settings that only count beside another one."""
 
 
 def parse_tokenizers(lines: Iterable[str]) -> dict[str, str]:
@@ -402,7 +409,17 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise SettingsError(
                 f"--max-inflight {self.max_inflight}: give 1 or more, or leave it out for no limit"
             )
+        self._check_companions()
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise SettingsError(f"--{name.replace('_', '-')} {value}: give a number of seconds")
+
+    def _check_companions(self) -> None:
+        """Refuses settings that would do nothing for want of another one: a door that somebody believes to be
+        locked is open then.
+        """
+        for name, companion in COMPANIONS:
+            if getattr(self, name) and getattr(self, companion) is None:
+                flag, wants = (f"--{field.replace('_', '-')}" for field in (name, companion))
+                raise SettingsError(f"{flag} does nothing without {wants}; give {wants} too")

@@ -69,7 +69,7 @@ class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         except msgspec.MsgspecError:
             return None
         parts = [bytes(body.tools)] if given(body.tools) else []
-        parts += (f"{m.role}:".encode() + bytes(m.content) for m in _leading(messages, self.messages))
+        parts += (f"{m.role}:".encode() + _text_of(m.content) for m in _leading(messages, self.messages))
         return self._steady(b"\n".join(parts))
 
     def _text(self, body: RequestBody) -> bytes | None:
@@ -94,6 +94,23 @@ class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class _Message(msgspec.Struct):
     role: str = ""
     content: Raw = Raw(b"")
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str
+
+
+def _text_of(content: Raw) -> bytes:
+    """A message's text, without the escapes of JSON: in ``\\n12:30`` no pattern would find the time. What is
+    more than text as it came.
+    """
+    try:
+        said = msgspec.json.decode(content, type=str | list[_Part] | None)
+    except msgspec.MsgspecError:
+        return bytes(content)
+    texts = [said or ""] if not isinstance(said, list) else [f"{part.type}:{part.text}" for part in said]
+    return "\n".join(texts).encode()
 
 
 def _leading(messages: Sequence[_Message], more: int) -> Iterator[_Message]:

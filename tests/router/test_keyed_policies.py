@@ -183,6 +183,19 @@ def test_dates_times_and_ids_do_not_change_the_prefix() -> None:
     assert mine.key(monday) == mine.key(tuesday)
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_times_and_ids_do_not_count_at_the_beginning_of_a_line_either(in_parts: bool) -> None:
+    """Where JSON writes a line break as a letter."""
+
+    def told(time: str, number: str) -> Keyed:
+        text = f"You are helpful.\n{time}\n\t{number}\nBe brief."
+        return chat(("system", [{"type": "text", "text": text}] if in_parts else text))
+
+    id_a, id_b = "6f1c2b9e-3c1d-4d1c-9d55-0d7f6c0f2f10", "00000000-0000-0000-0000-000000000000"
+    assert PrefixHash().key(told("17:05", id_a)) == PrefixHash().key(told("9:30 am", id_b))
+    assert PrefixHash(volatile=()).key(told("17:05", id_a)) != PrefixHash(volatile=()).key(told("9:30", id_a))
+
+
 def test_a_text_ends_after_as_many_characters_as_the_tokens_have() -> None:
     policy = PrefixHash(tokens=10)
     assert policy.key(request(prompt="x" * 40 + "a")) == policy.key(request(prompt="x" * 40 + "b"))

@@ -61,6 +61,11 @@ async def test_bad_settings_keep_it_from_starting_and_the_message_names_them(
         ({"connect_timeout_s": float("nan")}, "--connect-timeout-s nan"),
         ({"idle_timeout_s": float("inf")}, "--idle-timeout-s inf"),
         ({"grace_s": float("inf")}, "--grace-s inf"),
+        ({"tls_client_ca": "ca.pem"}, "--tls-client-ca does nothing without --tls-cert"),
+        ({"tls_key": "key.pem"}, "--tls-key does nothing without --tls-cert"),
+        ({"upstream_key": "key.pem"}, "--upstream-key does nothing without --upstream-cert"),
+        ({"queue_limit": 5}, "--queue-limit does nothing without --max-inflight"),
+        ({"replica": ("a=http://h:8000/v1/",)}, "--replica a: 'http://h:8000/v1/': paths begin with /v1"),
     ],
 )
 def test_what_cannot_be_run_with_is_known_from_the_settings_alone(
@@ -231,6 +236,20 @@ async def test_px14_a_model_whose_only_replica_is_down_is_named(
             assert response.headers["x-warmroute-reason"] == "no healthy replica of model other"
             assert "model other" in (await response.json())["error"]["message"]
             assert "Retry-After" in response.headers
+
+
+@pytest.mark.parametrize("up", [True, False])
+async def test_px10_the_list_of_models_echoes_the_request_id(
+    start_engine: Any, start_router: Any, until: Any, up: bool
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    if not up:
+        await engine.stop()
+        await until(lambda: not router.parts.fleet.usable(), "it is down")
+    async with router.client.get(f"{router.url}/v1/models", headers={"X-Request-Id": "mine"}) as response:
+        assert response.status == (200 if up else 503)
+        assert response.headers["X-Request-Id"] == "mine"
 
 
 async def test_px15_models_are_listed_while_a_replica_is_down(
