@@ -377,11 +377,12 @@ class Fleet:
         except (DiscoveryError, aiohttp.ClientError, OSError) as error:
             self._complain(replica, error)
             return
+        asked_before, replica.sources_asked = replica.sources_asked, True
         if replica.spec.ranks is not None:
             sources = tuple(source for source in sources if source.rank in replica.ranks)
         elif sources:
             replica.ranks = tuple(source.rank for source in sources)
-        if sources != replica.sources:
+        if sources != replica.sources or not asked_before:
             replica.sources = sources
             self.changed()
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from events.logs import Throttled
-from indexer.errors import IndexerClientError
+from indexer.errors import IndexerAnswerError, IndexerClientError
 from indexer.registration import Registration
 from router.fleet import Fleet
 from router.replicas import Health, Replica, StreamId
@@ -182,7 +182,7 @@ class Registrar:
 
     def _miss_events(self, replica: Replica) -> None:
         """A replica that is there and has no source of events is served by load alone."""
-        if replica.health is Health.UP and replica.models is not None and not replica.sources:
+        if replica.health is Health.UP and replica.sources_asked and not replica.sources:
             self._throttled.warning(
                 f"events {replica.name}",
                 "replica %s has no source of KV events: nothing of its cache is known. Start it with "
@@ -208,12 +208,14 @@ class Registrar:
         """Has a replica forgotten that is none of ours any more."""
         try:
             await client.unregister(name, model)
+            log.info("unregistered %s at the indexer", name)
         except IndexerClientError as error:
-            message = f"the indexer did not forget {name}: {error}"
-            self._complain(name, message)
-            return message
+            # Another worker, or another router, may have been first.
+            if not (isinstance(error, IndexerAnswerError) and error.unknown):
+                message = f"the indexer did not forget {name}: {error}"
+                self._complain(name, message)
+                return message
         self._taken = {stream: said for stream, said in self._taken.items() if stream[0] != name}
-        log.info("unregistered %s at the indexer", name)
         return None
 
     def _complain(self, subject: str, message: str) -> None:

@@ -215,6 +215,7 @@ class Models(msgspec.Struct, frozen=True):
 class Replica:
     """A replica and what is known of it now. Written by the fleet's tasks, read by everything else.
 
+    ``sources_asked``: the engine has said where its events are, or that there are none.
     ``ranks`` are configured, or told by the engine; ``port_ranks`` are those that only the events of a shared
     port name, as the indexer lists them. There may be more of the latter than were heard of so far.
 
@@ -228,6 +229,7 @@ class Replica:
         self.last_error: str | None = None
         self.models: Models | None = Models(spec.model) if spec.model else None
         self.sources: tuple[EventSource, ...] = configured_sources(spec)
+        self.sources_asked = False
         self.ranks: tuple[int, ...] = tuple(range(spec.ranks or 1))
         self.process_started: float | None = None
         self.port_ranks: tuple[int, ...] = ()

@@ -217,11 +217,34 @@ async def test_op01_a_replica_that_is_gone_is_unregistered_once_and_only_by_who_
     assert registrar.last_error is None
 
 
+async def test_op01_a_replica_that_another_worker_has_unregistered_is_gone_and_no_trouble(
+    caplog: Any,
+) -> None:
+    class Forgot(Indexer):
+        async def unregister(self, instance_id: str, model_name: str) -> None:
+            self.unregistered.append((instance_id, model_name))
+            raise IndexerAnswerError("404 no instance", 404, unknown=True)
+
+    async with aiohttp.ClientSession() as session:
+        indexer, fleet = Forgot(), fleet_of(session, *LINES)
+        registrar = registrar_of(fleet, indexer)
+        await registrar.reconcile()
+        del fleet.replicas["a"]
+        await registrar.reconcile()
+        await registrar.reconcile()
+    assert indexer.unregistered == [("a", "m")]
+    assert registrar.last_error is None
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 async def test_op04_a_replica_without_a_source_of_events_is_warned_of(caplog: Any) -> None:
     async with aiohttp.ClientSession() as session:
         fleet = fleet_of(session, *LINES, "c=http://h:3")
         fleet.replicas["a"].health = fleet.replicas["b"].health = Health.UP
         registrar = registrar_of(fleet, Indexer())
+        await registrar.reconcile()
+        assert "no source of KV events" not in caplog.text  # nobody has asked it yet
+        fleet.replicas["b"].sources_asked = True
         for _ in range(3):
             await registrar.reconcile()
     told = [
