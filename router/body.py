@@ -26,14 +26,17 @@ class BodyPace(msgspec.Struct, frozen=True):
 
 
 def check_framing(request: web.Request) -> None:
-    """Raises RefusedError for a body in a transfer coding that we would have to undo (501), and for versions
-    that are none of HTTP/1 (505).
+    """Raises RefusedError for a body in a transfer coding that we would have to undo, for WebSocket (501),
+    and for versions that are none of HTTP/1 (505).
     """
     coding = request.headers.get("Transfer-Encoding")
     if coding is not None and coding.strip().lower() != "chunked":
         raise RefusedError(
             501, "Not Implemented", "Only the transfer coding chunked is understood", reason="transfer coding"
         )
+    if any(each.strip().lower() == "websocket" for each in request.headers.get("Upgrade", "").split(",")):
+        # Other upgrades (h2c) are offers, which may be ignored (RFC 9110, section 7.8).
+        raise RefusedError(501, "Not Implemented", "WebSocket is not relayed", reason="upgrade")
     if request.version not in (HttpVersion10, HttpVersion11):
         raise RefusedError(505, "HTTP Version Not Supported", "Only HTTP/1.0 and HTTP/1.1 are served")
 

@@ -62,7 +62,8 @@ def origin_and_target(url: str) -> tuple[Origin, str]:
 
 class PooledUpstream:
     """The upstream over connections of our own. They are kept for ``keepalive_s`` seconds without a request;
-    0 keeps none. ``header_bytes`` is the most that a header of an answer may take; ``tls`` is for https.
+    0 keeps none. ``header_bytes`` is the most that a header of an answer may take, ``headers`` how many it
+    may have; ``tls`` is for https.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class PooledUpstream:
         idle_timeout_s: float,
         keepalive_s: float,
         header_bytes: int,
+        headers: int,
         tls: ssl.SSLContext,
     ) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._keepalive_s = keepalive_s
         self._header_bytes = header_bytes
+        self._headers = headers
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._names = _Names()
@@ -99,6 +102,7 @@ class PooledUpstream:
             read_bufsize=READ_BUFFER_BYTES,
             max_line_size=self._header_bytes,
             max_field_size=self._header_bytes,
+            max_headers=self._headers,
         )
         if closes:
             connection.force_close()

@@ -46,6 +46,7 @@ from router.waitlist import Waitlist
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+SWITCHING_PROTOCOLS = 101
 SERVER_ERRORS = frozenset(range(500, 600)) - {501, 505}
 """Those that another replica may not give; 501 and 505 are about the request."""
 UNREACHABLE, DISCONNECTED, STALE = "unreachable", "disconnected", "stale"
@@ -308,7 +309,11 @@ class Route:
         # Of a target in absolute form, as clients send it to proxies, the host is us.
         url = replica.url + request.rel_url.raw_path_qs
         try:
-            return await self._upstream.send(request.method, url, headers, sent, fresh=journey.stale)
+            answer = await self._upstream.send(request.method, url, headers, sent, fresh=journey.stale)
+            if answer.status == SWITCHING_PROTOCOLS:
+                answer.close()
+                raise UpstreamError("it switches protocols, which nobody asked for")
+            return answer
         except ConnectTimeoutError as error:
             raise _AttemptFailedError(name, CONNECT_TIMEOUT, str(error)) from error
         except UnreachableError as error:

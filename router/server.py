@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     header_bytes: int = 64 * 1024
-    headers: int = 128
+    headers: int = 256
     head_s: float = 30.0
     keepalive_s: float = 3630.0
 

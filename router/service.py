@@ -102,9 +102,11 @@ class RouterApp:
         self.admin_app = self.app if settings.admin_address() is None else web.Application()
         self.admin_url = ""
 
-    async def _part(self, _: web.Request, response: web.StreamResponse) -> None:
-        """On the way down, has clients take their next request to another router."""
-        if self.draining:
+    async def _part(self, request: web.Request, response: web.StreamResponse) -> None:
+        """On the way down, has clients take their next request to another router. After a request for an
+        upgrade that is not heeded, too: aiohttp loses what was sent right behind it.
+        """
+        if self.draining or "Upgrade" in request.headers:
             response.force_close()
             # aiohttp has written this header already, before it asks us.
             response.headers["Connection"] = "close"
@@ -320,7 +322,12 @@ def _keys_taker(router: RouterApp) -> Taker:
 
 def _session(settings: RouterSettings, keepalive_s: float, tls: ssl.SSLContext) -> aiohttp.ClientSession:
     return upstream_session(
-        settings.connect_timeout_s, settings.idle_timeout_s, keepalive_s, settings.header_limit_bytes, tls
+        settings.connect_timeout_s,
+        settings.idle_timeout_s,
+        keepalive_s,
+        settings.header_limit_bytes,
+        settings.header_limit_count,
+        tls,
     )
 
 
@@ -337,6 +344,7 @@ async def _upstream(
         settings.idle_timeout_s,
         settings.upstream_keepalive_s,
         settings.header_limit_bytes,
+        settings.header_limit_count,
         tls,
     )
     try:

@@ -168,7 +168,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     header_limit_bytes: Annotated[
         int, Meta(ge=1024, description="Longest header, and longest request target, both ways, bytes.")
     ] = 64 * 1024
-    header_limit_count: Annotated[int, Meta(ge=1, description="Most headers of a request.")] = 128
+    header_limit_count: Annotated[int, Meta(ge=1, description="Most headers, both ways.")] = 256
     head_timeout_s: Annotated[
         float, Meta(gt=0, description="Time for the head of a request to come whole, seconds.")
     ] = 30.0

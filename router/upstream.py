@@ -60,12 +60,14 @@ def upstream_session(
     idle_timeout_s: float,
     keepalive_s: float,
     header_bytes: int,
+    headers: int,
     tls: ssl.SSLContext,
 ) -> aiohttp.ClientSession:
     """A session for LLM traffic: no limit on connections or on total time, bytes as they are.
 
     Connections are kept for ``keepalive_s`` seconds without a request; 0 keeps none. ``header_bytes`` is the
-    most that a header of an answer may take; ``tls`` is for URLs with https.
+    most that a header of an answer may take, ``headers`` how many it may have; ``tls`` is for URLs with
+    https.
     """
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
@@ -84,6 +86,7 @@ def upstream_session(
         trace_configs=[trace],
         max_line_size=header_bytes,
         max_field_size=header_bytes,
+        max_headers=headers,
         read_bufsize=READ_BUFFER_BYTES,
     )
 

@@ -51,7 +51,7 @@ async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
 
 
 def pool(keepalive_s: float = 4.0) -> PooledUpstream:
-    return PooledUpstream(1.0, 5.0, keepalive_s, 65536, ssl.create_default_context())
+    return PooledUpstream(1.0, 5.0, keepalive_s, 65536, 256, ssl.create_default_context())
 
 
 async def ask(upstream: PooledUpstream, url: str, body: bytes = b"{}", **more: Any) -> bytes:

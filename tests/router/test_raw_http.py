@@ -172,6 +172,61 @@ async def test_px10_an_answer_with_trailers_is_passed_on_without_them(start_rout
     server.close()
 
 
+async def answering_raw(answer: bytes) -> asyncio.Server:
+    """A server whose answer to any POST is these bytes."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                models = b'{"data":[{"id":"m"}]}'
+                told = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models)
+                writer.write(answer if head.startswith(b"POST") else told)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+async def test_px10_an_upgrade_is_refused_or_ignored_and_never_made(
+    start_engine: Any, start_router: Any
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    ask = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: %s\r\nContent-Length: 2\r\n\r\n{}"
+    for protocol in (b"websocket", b"h2c, WebSocket"):
+        got = await exchange(router, HEAD + ask % protocol)
+        assert (got.statuses, engine.generated) == ([501], 0)
+        assert b"WebSocket is not relayed" in got.content
+    # Something that is only offered is served as it is. The connection ends: what came behind would be lost.
+    got = await exchange(router, HEAD + ask % b"h2c" + HEAD + b"Content-Length: 2\r\n\r\n{}", answers=2)
+    assert (got.statuses, got.closed, engine.bodies) == ([200], True, [b"{}"])
+    assert b"Connection: close" in got.content
+    assert "Upgrade" not in engine.requests[-1].headers
+    assert "HTTP2-Settings" not in engine.requests[-1].headers
+
+
+async def test_px10_a_replica_that_switches_protocols_unasked_is_no_answer(start_router: Any) -> None:
+    switched = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nhello"
+    async with await answering_raw(switched) as server:
+        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        got = await exchange(router, HEAD + b"Content-Length: 0\r\n\r\n")
+        assert got.statuses == [502]
+        assert b"hello" not in got.content
+        assert router.idle()
+
+
+async def test_px10_answers_have_the_same_limits_of_headers(start_router: Any) -> None:
+    many = b"".join(b"X-%d: 1\r\n" % number for number in range(200))
+    async with await answering_raw(b"HTTP/1.1 200 OK\r\n" + many + b"Content-Length: 0\r\n\r\n") as server:
+        replica = f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for settings, status in ({}, 200), ({"header_limit_count": 100}, 502):
+            router = await start_router(replica, **settings)
+            got = await exchange(router, HEAD + b"Content-Length: 0\r\n\r\n")
+            assert got.statuses == [status]
+            assert got.content.count(b"\r\nX-1") > 100 or status == 502
+
+
 async def test_px10_a_client_that_waits_for_it_is_told_to_go_on(start_engine: Any, start_router: Any) -> None:
     engine = await start_engine()
     router = await start_router(engine, request_limit_bytes=1000)
