@@ -376,7 +376,7 @@ async def test_op02_certificates_are_read_again_when_they_change_and_bad_ones_ch
     await kit.wait_until(lambda: reload.good == 2, "it is taken")
     async with router.client.post(f"{router.url}/v1/completions", json=BODY, ssl=open_one) as response:
         assert response.status == 503
-    del settings["tls_cert"]
+    del settings["tls_cert"], settings["tls_key"]
     reload.now()
     await kit.wait_until(lambda: reload.error is not None, "it is refused")
     assert "between http and https is a restart" in reload.error
