@@ -145,6 +145,8 @@ class Exchange:
         )
         if self._recorded:
             self._record_done(said)
+        # The two know each other: as a cycle they would keep the prompt until garbage is looked for.
+        self._relayed = None
 
     def _judge(self) -> None:
         replica = self.decision.chosen[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -213,6 +214,8 @@ def load_tokenizer(source: str, name: str, cache: TokenCache) -> LocalTokenizer:
 
     Code that comes with a model is not run. Raises TokenizerLoadError.
     """
+    # Each text is one thread's: a pool beside ours would only cost what waking it costs.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         transformers: Any = importlib.import_module("transformers")
         local = Path(source).is_dir()

@@ -255,9 +255,10 @@ class LocalTokens:
 
 def _tokens_at_once(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int] | None:
     """On the loop: as :func:`_tokens` for a prompt of which next to nothing is new; else None."""
-    messages = bytes(body.messages)
-    is_long = len(messages) + len(bytes(body.prompt)) > AT_ONCE_BYTES
-    if is_long or messages.count(b'"role"') > AT_ONCE_MESSAGES or given(body.tools):
+    size = len(memoryview(body.messages)) + len(memoryview(body.prompt))
+    if size > AT_ONCE_BYTES or given(body.tools):
+        return None
+    if bytes(body.messages).count(b'"role"') > AT_ONCE_MESSAGES:
         return None
     return tokenizer.encode_at_once(*_text(tokenizer, body, form))
 

@@ -70,7 +70,9 @@ class RequestBody(msgspec.Struct, frozen=True):
 
 def given(field: Raw) -> bool:
     """Whether the client set the field to something."""
-    return bytes(field) not in (b"", _NULL)
+    text = memoryview(field)
+    # Not by ``bytes(field)`` alone: that copies a prompt.
+    return len(text) > len(_NULL) or bytes(text) not in (b"", _NULL)
 
 
 _decode_body = msgspec.json.Decoder(RequestBody).decode
