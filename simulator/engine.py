@@ -33,6 +33,8 @@ BUFFER_STEPS = 10_000
 HIGH_WATER_MARK = 100_000
 REQUEST_LIMIT_BYTES = 64 << 20
 SHUTDOWN_TIMEOUT_S = 1.0
+BACKLOG = 2048
+"""Connections that may wait to be accepted: as many as at vLLM (uvicorn's default)."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Token = tuple[int, int, bool]
@@ -70,7 +72,7 @@ class Engine:
             )
             self._runner = runner
             await runner.setup()
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
             await self.close()
             raise ListenError(cannot_listen(self.settings.listen, error)) from error

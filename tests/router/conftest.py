@@ -32,6 +32,16 @@ async def wait_until(true: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.005)
 
 
+async def wait_for(count: Callable[[], int], goal: int, what: str) -> None:
+    """Waits until many have come; fails after ten seconds in which none did, however slow the machine is."""
+    reached, end = count(), time.monotonic() + DEADLINE_S
+    while reached != goal:
+        assert time.monotonic() < end, f"{reached} of {goal}, and no more: {what}"
+        await asyncio.sleep(0.005)
+        if (now := count()) != reached:
+            reached, end = now, time.monotonic() + DEADLINE_S
+
+
 def fake_tokens(body: dict[str, Any]) -> list[int]:
     """What the fake engine takes as the prompt's tokens: the bytes of its prompt or messages."""
     text = body["prompt"] if "prompt" in body else json.dumps(body["messages"])
@@ -77,7 +87,12 @@ class FakeEngine:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1, auto_decompress=False
         )
         await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", port, reuse_address=True, ssl_context=self.tls).start()
+        # As many may wait to be accepted as at an engine (uvicorn): the kernel drops what is beyond, and a
+        # client tries again after a second, two, four and so on.
+        site = web.TCPSite(
+            self.runner, "127.0.0.1", port, backlog=2048, reuse_address=True, ssl_context=self.tls
+        )
+        await site.start()
         scheme = "http" if self.tls is None else "https"
         self.url = f"{scheme}://127.0.0.1:{self.runner.addresses[0][1]}"
 
@@ -299,6 +314,7 @@ def kit() -> Any:
         matched = staticmethod(matched)
         stream = staticmethod(stream)
         wait_until = staticmethod(wait_until)
+        wait_for = staticmethod(wait_for)
         running_router = staticmethod(running_router)
         failure = LookupFailedError
 

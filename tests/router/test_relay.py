@@ -498,13 +498,13 @@ async def test_px01_three_hundred_streams_run_at_once(start_engine: Any, start_r
     engine = await start_engine(answer=answer)
     router = await start_router(engine)
     tasks = [asyncio.create_task(router.complete([1, 2], stream=True)) for _ in range(300)]
-    await kit.wait_until(lambda: engine.open == 300, "all are open")
+    await kit.wait_for(lambda: engine.open, 300, "open streams")
 
     def load() -> dict[str, int]:
         now = router.parts.load.of(("e0", 0))
         return {"requests": now.requests, "prefill_tokens": now.prefill_tokens, "decoding": now.decoding}
 
-    await kit.wait_until(lambda: load()["decoding"] == 300, "all have their first byte")
+    await kit.wait_for(lambda: load()["decoding"], 300, "streams with their first byte")
     shown = (await router.get("/debug/replicas"))["replicas"][0]["streams"][0]["load"]
     assert shown == load() == {"requests": 300, "prefill_tokens": 0, "decoding": 300}
     gate.set()
