@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import mmap
 import struct
-from collections.abc import Iterator
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -20,9 +20,9 @@ from events.logs import Throttled
 log = logging.getLogger(__name__)
 
 WORD = 8
-_KEY = struct.Struct("@Q")
-_HEAD = struct.Struct("@QQQ")
-"""Of a row: a count of its changes, a count of the changes of its names, how many records were ever used."""
+_WORD = struct.Struct("@Q")
+CHANGES, NAMES, USED = range(3)
+"""The heads of all rows, a word for each: its changes, those of its names, how many records it ever used."""
 
 
 class Table:
@@ -37,7 +37,7 @@ class Table:
         self.records = records
         self.fields = struct.Struct("@" + shape)
         self.record_bytes = WORD + self.fields.size
-        self.heads = rows * _HEAD.size
+        self.heads = 3 * rows * WORD
         self.row_bytes = records * self.record_bytes
         # Pages that nobody writes to take no memory.
         self.memory = mmap.mmap(-1, self.heads + rows * self.row_bytes)
@@ -48,22 +48,31 @@ class Table:
 
     def clear(self, number: int) -> None:
         """Empties the row of a worker that is no more; whoever follows it begins anew."""
-        changes, names, used = self.head(number)
+        used = self.head(USED, number) * self.record_bytes
         at = self.heads + number * self.row_bytes
-        self.memory[at : at + used * self.record_bytes] = bytes(used * self.record_bytes)
-        _HEAD.pack_into(self.memory, number * _HEAD.size, changes + 1, names + 1, 0)
+        self.memory[at : at + used] = bytes(used)
+        self.set_head(USED, number, 0)
+        for count in (NAMES, CHANGES):
+            self.set_head(count, number, self.head(count, number) + 1)
 
-    def head(self, number: int) -> tuple[int, int, int]:
-        """A row's counts of changes and of changes of names, and how many of its records were ever used."""
-        changes, names, used = _HEAD.unpack_from(self.memory, number * _HEAD.size)
-        return changes, names, min(used, self.records)
+    def head(self, which: int, number: int) -> int:
+        """One of the counts of a row."""
+        count: int = _WORD.unpack_from(self.memory, (which * self.rows + number) * WORD)[0]
+        return count
+
+    def set_head(self, which: int, number: int, count: int) -> None:
+        _WORD.pack_into(self.memory, (which * self.rows + number) * WORD, count)
+
+    def heads_of(self, which: int) -> bytes:
+        """That count of all rows: other bytes each time that one has changed."""
+        return self.memory[which * self.rows * WORD : (which + 1) * self.rows * WORD]
 
     def names(self, number: int) -> dict[int, int]:
         """Where the fields of each name of a row are."""
-        _, _, used = self.head(number)
+        used = min(self.records, self.head(USED, number))
         at = self.heads + number * self.row_bytes
         named = (
-            (_KEY.unpack_from(self.memory, offset)[0], offset + WORD)
+            (_WORD.unpack_from(self.memory, offset)[0], offset + WORD)
             for offset in range(at, at + used * self.record_bytes, self.record_bytes)
         )
         return {key: fields for key, fields in named if key}
@@ -77,12 +86,13 @@ class Row:
     def __init__(self, table: Table, number: int) -> None:
         self._table = table
         self._number = number
-        self._head_at = number * _HEAD.size
-        self._changes, self._names, self._used = table.head(number)
+        self._changes, self._names = table.head(CHANGES, number), table.head(NAMES, number)
+        self._used = table.head(USED, number)
         self._own: dict[bytes, int] = {}
         self._free: list[int] = []
-        self._others = [other for other in range(table.rows) if other != number]
-        self._seen: dict[int, tuple[int, dict[int, int]]] = {other: (-1, {}) for other in self._others}
+        self._names_seen = b""
+        self._others: list[dict[int, int]] = []
+        self._places: dict[bytes, list[int]] = {}
         self._throttled = Throttled(log)
 
     def put(self, name: bytes, *fields: float) -> None:
@@ -96,35 +106,36 @@ class Row:
             )
             return
         self._table.fields.pack_into(self._table.memory, at, *fields)
-        self._changed()
+        self._note_change()
 
     def drop(self, name: bytes) -> None:
         """Takes the record of a name away."""
         at = self._own.pop(name, None)
         if at is None:
             return
-        _KEY.pack_into(self._table.memory, at - WORD, 0)
+        _WORD.pack_into(self._table.memory, at - WORD, 0)
         self._free.append(at)
-        self._names += 1
-        self._changed()
+        self._note_name()
+        self._note_change()
 
-    def others(self, name: bytes) -> Iterator[tuple[float, ...]]:
+    def others(self, name: bytes) -> list[tuple[Any, ...]]:
         """The fields that the other workers have under the name."""
-        key = _key(name)
         table = self._table
-        for other in self._others:
-            _, names, _ = table.head(other)
-            seen, places = self._seen[other]
-            if seen != names:
-                places = table.names(other)
-                self._seen[other] = names, places
-            at = places.get(key)
-            if at is not None:
-                yield table.fields.unpack_from(table.memory, at)
+        names = table.heads_of(NAMES)
+        if names != self._names_seen:
+            self._names_seen = names
+            self._others = [table.names(other) for other in range(table.rows) if other != self._number]
+            self._places.clear()
+        places = self._places.get(name)
+        if places is None:
+            key = _key(name)
+            places = self._places[name] = [places[key] for places in self._others if key in places]
+        unpack, memory = table.fields.unpack_from, table.memory
+        return [unpack(memory, at) for at in places]
 
     def version(self) -> bytes:
         """Another one each time that any row has changed."""
-        return self._table.memory[: self._table.heads]
+        return self._table.heads_of(CHANGES)
 
     def _take(self, name: bytes) -> int | None:
         table = self._table
@@ -133,17 +144,22 @@ class Row:
         elif self._used < table.records:
             at = table.heads + self._number * table.row_bytes + self._used * table.record_bytes + WORD
             self._used += 1
+            table.set_head(USED, self._number, self._used)
         else:
             return None
         table.memory[at : at + table.fields.size] = bytes(table.fields.size)
-        _KEY.pack_into(table.memory, at - WORD, _key(name))
+        _WORD.pack_into(table.memory, at - WORD, _key(name))
         self._own[name] = at
-        self._names += 1
+        self._note_name()
         return at
 
-    def _changed(self) -> None:
+    def _note_name(self) -> None:
+        self._names += 1
+        self._table.set_head(NAMES, self._number, self._names)
+
+    def _note_change(self) -> None:
         self._changes += 1
-        _HEAD.pack_into(self._table.memory, self._head_at, self._changes, self._names, self._used)
+        self._table.set_head(CHANGES, self._number, self._changes)
 
 
 def _key(name: bytes) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.board import Row
-from router.load import NO_SHARE, Share, StreamLoad
+from router.load import IDLE, NEVER, NO_SHARE, Share, StreamLoad
 from router.replicas import StreamId
 
 SHAPE = "qqqqqdqd"
@@ -18,6 +18,7 @@ class BoardShares:
 
     def __init__(self, row: Row) -> None:
         self._row = row
+        self._names: dict[StreamId, bytes] = {}
         self._sums: dict[StreamId, Share] = {}
         self._version = b""
 
@@ -25,7 +26,7 @@ class BoardShares:
         """Writes what this worker has at the stream; a stream without room is logged and left out."""
         load = share.load
         self._row.put(
-            _name(stream),
+            self._name(stream),
             load.requests,
             load.prefill_tokens,
             load.decoding,
@@ -49,24 +50,29 @@ class BoardShares:
 
     def forget(self, stream: StreamId) -> None:
         """Frees the stream's place in this worker's row."""
-        self._row.drop(_name(stream))
+        self._row.drop(self._name(stream))
+        self._names.pop(stream, None)
 
     def _sum(self, stream: StreamId) -> Share:
-        share = NO_SHARE
-        for fields in self._row.others(_name(stream)):
-            requests, tokens, decoding, sent, sent_tokens, joined, first_tokens, left = fields
-            load = StreamLoad(int(requests), int(tokens), int(decoding))
-            earlier = joined < share.joined
-            share = Share(
-                share.load + load if share is not NO_SHARE else load,
-                share.sent + int(sent),
-                share.sent_tokens + int(sent_tokens),
-                joined if earlier else share.joined,
-                int(first_tokens) if earlier else share.first_tokens,
-                max(share.left, left),
-            )
-        return share
+        found = self._row.others(self._name(stream))
+        if not found:
+            return NO_SHARE
+        requests = tokens = decoding = sent = sent_tokens = first_tokens = 0
+        joined, left = NEVER, 0.0
+        for fields in found:
+            requests += fields[0]
+            tokens += fields[1]
+            decoding += fields[2]
+            sent += fields[3]
+            sent_tokens += fields[4]
+            left = max(left, fields[7])
+            if fields[5] < joined:
+                joined, first_tokens = fields[5], fields[6]
+        load = StreamLoad(requests, tokens, decoding) if requests else IDLE
+        return Share(load, sent, sent_tokens, joined, first_tokens, left)
 
-
-def _name(stream: StreamId) -> bytes:
-    return f"{stream[0]}\0{stream[1]}".encode("utf-8", "surrogatepass")
+    def _name(self, stream: StreamId) -> bytes:
+        name = self._names.get(stream)
+        if name is None:
+            name = self._names[stream] = f"{stream[0]}\0{stream[1]}".encode("utf-8", "surrogatepass")
+        return name

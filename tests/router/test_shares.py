@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.board import Table
+from router.board import USED, Table
 from router.chooser import Chooser, Subject
 from router.load import IDLE, UNKNOWN_REQUEST_TOKENS, Load, Reservation, StreamLoad
 from router.policies import POLICIES
@@ -143,7 +143,7 @@ def test_a_replica_that_is_gone_leaves_room_on_the_board() -> None:
         first.forget(f"r{number}")
     first.reserve(A, 100)
     assert second.of(A).requests == 1
-    assert table.head(0)[2] == 1
+    assert table.head(USED, 0) == 1
 
 
 def test_rq06_a_burst_over_four_workers_spreads_as_with_one() -> None:
