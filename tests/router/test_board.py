@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.board import Table
@@ -67,6 +67,7 @@ steps = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(steps)
 def test_every_row_reads_what_stands_in_the_others(steps: list[tuple[int, str, bytes, int]]) -> None:
     table = Table(3, 4, "q")

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.board import Table
@@ -84,6 +84,7 @@ def may_enter(allowance: Allowance) -> bool:
     return True
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([0.5, 2.5, 4.0]),
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["enter", "enter", "leave", "tick"])), max_size=60),

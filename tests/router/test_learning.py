@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import IndexerUnreachableError
@@ -196,8 +196,8 @@ async def test_the_indexer_is_told_what_was_cached_as_of_the_decision(
 async def test_a_replica_that_is_wrong_loses_its_advantage_when_no_indexer_is_told(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
-    lookup = kit.lookup(kit.matched("e0", 96), kit.matched("e1", 48))
-    wrong, right = await start_engine(answer=answers(kit, 0)), await start_engine(answer=answers(kit, 48))
+    lookup = kit.lookup(kit.matched("e0", 96), kit.matched("e1", 64))
+    wrong, right = await start_engine(answer=answers(kit, 0)), await start_engine(answer=answers(kit, 64))
     router = await start_router(wrong, right, lookup=lookup)
     replicas = []
     judged = router.parts.metrics.feedback.labels("no_indexer")
@@ -207,7 +207,7 @@ async def test_a_replica_that_is_wrong_loses_its_advantage_when_no_indexer_is_to
     assert replicas[0] == "e0"
     assert replicas[-4:] == ["e1"] * 4
     reason = (await router.complete(PROMPT)).headers["x-warmroute-reason"]
-    assert reason.startswith("48 of 100 prompt tokens cached")
+    assert reason.startswith("64 of 100 prompt tokens cached")
     # Right again, it is asked for what it has.
     for _ in range(12):
         router.parts.trust.learn(("e0", 0), 96, 96)
@@ -312,6 +312,7 @@ async def test_answers_of_a_moment_are_told_in_one_call(kit: Any) -> None:
     await feedback.close()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(0, 24))
 def test_the_indexer_learns_the_same_from_hashes_as_from_the_whole_prompt(
     tokens: int, cached: int, block_size: int

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.board import USED, Table
@@ -95,12 +95,14 @@ def run(steps: list[tuple[Any, ...]]) -> None:
         assert load.together(A) == load.together(B) == IDLE
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(reserve(st.integers(0, 5000)), ending, tick), max_size=50))
 def test_books_over_one_board_are_as_one_book(steps: list[tuple[Any, ...]]) -> None:
     run(steps)
 
 
 # Each knows the mean of its own requests only: here all are of one size.
+@settings(deadline=None)
 @given(st.lists(st.one_of(reserve(st.just(UNKNOWN_REQUEST_TOKENS)), ending, tick, report), max_size=50))
 def test_others_are_the_same_to_books_over_one_board_as_to_one_book(steps: list[tuple[Any, ...]]) -> None:
     run(steps)
