@@ -269,20 +269,22 @@ TELLING = """
     import os, sys, time
     from pathlib import Path
     from router import processes
+    from router.load import Share, StreamLoad
     from router.settings import RouterSettings
+    from router.shares import BoardShares
 
     processes.STARTED_S = 0.0
     folder = Path(sys.argv[1])
 
     def serve(worker):
-        row = worker.loads()
+        told = BoardShares(worker.loads())
         if worker.number == 1:
             if not (folder / "teller").exists():
-                row.put(b"a", 1, 1, 0, 1, 0.0, 1, 0.0)
+                told.tell(("a", 0), Share(StreamLoad(1, 100), 1, 100))
                 (folder / "teller").write_text(str(os.getpid()))
             time.sleep(60)
         while True:
-            (folder / "new").write_text(str(len(list(row.others(b"a")))))
+            (folder / "new").write_text(str(told.of(("a", 0)).load.requests))
             (folder / "new").rename(folder / "seen")
             time.sleep(0.005)
 
