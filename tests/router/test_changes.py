@@ -111,14 +111,28 @@ async def test_a_replica_with_another_address_begins_anew(
 
 
 async def test_op09_twenty_replicas_removed_and_twenty_added_cost_no_request(
-    start_engine: Any, start_router: Any, kit: Any
+    start_engine: Any, start_router: Any, kit: Any, tmp_path: Path
 ) -> None:
+    """Nor does a stream of those that are gone stay in the index."""
     engines = [await start_engine() for _ in range(8)]
 
     def lines(batch: str) -> list[str]:
-        return [f"{batch}{number}={engines[number % 8].url}" for number in range(20)]
+        events = f"events=ipc://{tmp_path}/{batch}"
+        return [f"{batch}{number}={engines[number % 8].url},{events}{number}" for number in range(20)]
 
-    router = await start_router(*lines("old"), policy="least-loaded")
+    indexer, index = await running("indexer", "--listen", "127.0.0.1:0", "--map", str(tmp_path / "map"))
+    router = await start_router(*lines("old"), policy="least-loaded", indexer=index)
+
+    async def converged(batch: str) -> None:
+        async with asyncio.timeout(20):
+            while await followed() != {f"{batch}{number}" for number in range(20)}:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+    async def followed() -> set[str]:
+        async with router.client.get(f"{index}/workers") as response:
+            return {worker["instance_id"] for worker in await response.json()}
+
+    await converged("old")
     fleet, statuses = router.parts.fleet, []
     done = asyncio.Event()
 
@@ -138,6 +152,9 @@ async def test_op09_twenty_replicas_removed_and_twenty_added_cost_no_request(
     await asyncio.gather(*clients)
     assert set(statuses) == {200}
     assert all(name.startswith("new") for name in names(router))
+    await converged("new")
+    indexer.terminate()
+    await indexer.wait()
     await kit.wait_until(lambda: len(tasks_of("watch")) == len(tasks_of("poll")) == 20, "no more tasks")
 
 

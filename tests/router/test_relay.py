@@ -124,7 +124,7 @@ async def test_px06_an_upstream_error_keeps_its_status_body_type_and_retry_after
 
 
 async def test_px07_a_stream_that_dies_ends_with_an_error_event_and_no_done(
-    start_router: Any, kit: Any
+    start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     async def die(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(
@@ -138,7 +138,8 @@ async def test_px07_a_stream_that_dies_ends_with_an_error_event_and_no_done(
         reset(writer)
 
     async with RawServer(die) as server:
-        router = await start_router(f"e0={server.url}", health_interval_s=60)
+        other = await start_engine()
+        router = await start_router(f"e0={server.url}", other, health_interval_s=60, policy="round-robin")
         async with router.client.post(
             f"{router.url}/v1/completions", json={"prompt": [1], "stream": True}
         ) as response:
@@ -148,7 +149,8 @@ async def test_px07_a_stream_that_dies_ends_with_an_error_event_and_no_done(
         assert b"[DONE]" not in content
         last = content.rstrip(b"\n").rpartition(b"\n\n")[2]
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 502
-        assert server.acted == 1
+        assert (server.acted, other.generated) == (1, 0)  # somebody could have been asked again
+        assert router.parts.fleet.outliers.failing() == {"e0"}
         assert router.parts.fleet.replicas["e0"].last_error
         assert await router.metric("broken_answers_total", replica="e0") == 1
         await kit.wait_until(router.idle, "nothing is in flight")
@@ -486,6 +488,34 @@ async def test_px02_the_idle_limit_is_between_chunks_and_not_for_the_whole(
         assert (await response.content.read()).count(b"data: {}") == 8
 
 
+async def test_px02_a_stream_that_takes_longer_than_five_minutes_is_not_cut(
+    start_engine: Any, start_router: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty-three chunks ten seconds apart, on a clock that is put forward: with the limits as they are."""
+    loop, put_forward = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + put_forward)
+
+    async def ten_seconds() -> None:
+        nonlocal put_forward
+        put_forward += 10.0
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await kit.stream(request, [b"data: {}\n\n"] * 33, ten_seconds)
+
+    router = await start_router(await start_engine(answer=answer), health_interval_s=1000)
+    began = loop.time()
+    async with router.client.post(
+        f"{router.url}/v1/completions",
+        json={"prompt": [1], "stream": True},
+        timeout=aiohttp.ClientTimeout(total=None),
+    ) as response:
+        assert (await response.content.read()).count(b"data: {}") == 33
+    assert loop.time() - began >= 330
+
+
 async def test_px01_three_hundred_streams_run_at_once(start_engine: Any, start_router: Any, kit: Any) -> None:
     gate = asyncio.Event()
 
@@ -585,6 +615,7 @@ async def test_px03_over_the_limit_is_413_in_openais_shape(
         ("POST", "/v1/responses", "application/json", b'{"model":"m","input":"x"}'),
         ("POST", "/v1/messages", "application/json", b'{"model":"unknown"}'),
         ("POST", "/v1/embeddings", "application/json", b"not even json"),
+        ("POST", "/v1/rerank", "application/json", b'{"model":"m","query":"x","documents":["y"]}'),
         (
             "POST",
             "/v1/audio/transcriptions",

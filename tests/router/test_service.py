@@ -375,22 +375,36 @@ async def test_px17_at_sigterm_open_streams_finish_idle_connections_close_and_it
         return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], wait)
 
     engine = await start_engine(answer=answer)
-    process, url = await running("--replica", f"e0={engine.url}", "--grace-s", "20")
+    process, url = await running(
+        "--replica", f"e0={engine.url}", "--grace-s", "20", "--shutdown-delay-s", "0.5"
+    )
+    port = int(url.rpartition(":")[2])
     async with aiohttp.ClientSession() as client:
-        async with client.get(f"{url}/health") as response:
-            await response.read()
+        async with client.get(f"{url}/ready") as response:
+            assert response.status == 200
+        idle, idle_writer = await asyncio.open_connection("127.0.0.1", port)
+        idle_writer.write(b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n")
+        assert b" 200 " in await idle.readuntil(b"\r\n")
         async with client.post(f"{url}/v1/completions", json={"prompt": [1], "stream": True}) as response:
             await response.content.readexactly(10)
             process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(10):
+                while True:
+                    async with client.get(f"{url}/ready") as ready:
+                        if ready.status == 503:
+                            break
             refused = False
             async with asyncio.timeout(10):
                 while not refused:
                     try:
-                        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+                        _, writer = await asyncio.open_connection("127.0.0.1", port)
                         writer.close()
                         await asyncio.sleep(0.01)
                     except OSError:
                         refused = True
+            async with asyncio.timeout(10):
+                await idle.read()  # to its end: it is closed, while the stream goes on
+            idle_writer.close()
             gate.set()
             assert (await response.content.read()).endswith(b"[DONE]\n\n")
         async with asyncio.timeout(5):
