@@ -60,6 +60,16 @@ def origin_and_target(url: str) -> tuple[Origin, str]:
     return (_origin(url), "/") if end < 0 else (_origin(url[:end]), url[end:])
 
 
+class _Connection(ResponseHandler):
+    """``heard``: bytes have come since it was last set to False."""
+
+    heard = False
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        super().data_received(data)
+
+
 class PooledUpstream:
     """The upstream over connections of our own. They are kept for ``keepalive_s`` seconds without a request;
     0 keeps none. ``header_bytes`` is the most that a header of an answer may take, ``headers`` how many it
@@ -83,17 +93,18 @@ class PooledUpstream:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._names = _Names()
-        self._idle: dict[Origin, list[tuple[ResponseHandler, float]]] = {}
+        self._idle: dict[Origin, list[tuple[_Connection, float]]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     async def send(
         self, method: str, url: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
     ) -> UpstreamAnswer:
         origin, target = origin_and_target(url)
-        kept = None if fresh else self._take(origin)
-        connection = kept if kept is not None else await self._connect(origin)
         closes = fresh or not self._keepalive_s
         head = _head(f"{method} {target} HTTP/1.1", origin, headers, _length(method, body), closes=closes)
+        kept = None if fresh else self._take(origin)
+        connection = kept if kept is not None else await self._connect(origin)
+        connection.heard = False
         connection.set_response_params(
             skip_payload=method == "HEAD",
             read_until_eof=True,
@@ -112,7 +123,7 @@ class PooledUpstream:
         except (aiohttp.ServerTimeoutError, TimeoutError) as error:
             raise UpstreamTimeoutError("no answer within the idle timeout") from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise DisconnectedError(told(error), stale=kept is not None) from error
+            raise DisconnectedError(told(error), stale=kept is not None and not connection.heard) from error
         except HttpProcessingError as error:
             raise UpstreamError(f"an answer that is no HTTP: {told(error)}") from error
         finally:
@@ -129,7 +140,7 @@ class PooledUpstream:
                 connection.close()
         self._idle.clear()
 
-    def keep(self, origin: Origin, connection: ResponseHandler) -> None:
+    def keep(self, origin: Origin, connection: _Connection) -> None:
         """Takes back a connection whose answer was read to its end."""
         if connection.should_close:
             connection.close()
@@ -138,7 +149,7 @@ class PooledUpstream:
         if self._sweep_timer is None:
             self._sweep_timer = self._loop.call_later(self._keepalive_s, self._sweep)
 
-    def _take(self, origin: Origin) -> ResponseHandler | None:
+    def _take(self, origin: Origin) -> _Connection | None:
         """The connection that was used last, of those that can be used."""
         idle = self._idle.get(origin)
         while idle:
@@ -148,7 +159,7 @@ class PooledUpstream:
             connection.close()
         return None
 
-    def _is_usable(self, connection: ResponseHandler, since: float) -> bool:
+    def _is_usable(self, connection: _Connection, since: float) -> bool:
         is_young = self._loop.time() - since < self._keepalive_s
         return is_young and connection.is_connected() and not connection.should_close
 
@@ -168,7 +179,7 @@ class PooledUpstream:
         if self._idle:
             self._sweep_timer = self._loop.call_later(self._keepalive_s, self._sweep)
 
-    async def _connect(self, origin: Origin) -> ResponseHandler:
+    async def _connect(self, origin: Origin) -> _Connection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await self._dial(origin)
@@ -177,7 +188,7 @@ class PooledUpstream:
         except OSError as error:
             raise UnreachableError(told(error)) from error
 
-    async def _dial(self, origin: Origin) -> ResponseHandler:
+    async def _dial(self, origin: Origin) -> _Connection:
         dialled = await aiohappyeyeballs.start_connection(
             await self._names.addresses(origin.host, origin.port),
             happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S,
@@ -186,7 +197,7 @@ class PooledUpstream:
         )
         try:
             _, connection = await self._loop.create_connection(
-                lambda: ResponseHandler(self._loop),
+                lambda: _Connection(self._loop),
                 sock=dialled,
                 ssl=self._tls if origin.is_tls else None,
                 server_hostname=origin.host if origin.is_tls else None,
@@ -198,10 +209,10 @@ class PooledUpstream:
 
 
 class _PooledAnswer:
-    def __init__(self, pool: PooledUpstream, origin: Origin, connection: ResponseHandler) -> None:
+    def __init__(self, pool: PooledUpstream, origin: Origin, connection: _Connection) -> None:
         self._pool = pool
         self._origin = origin
-        self._connection: ResponseHandler | None = connection
+        self._connection: _Connection | None = connection
         self._writing: asyncio.Task[None] | None = None
         self.begun = False
 
@@ -245,7 +256,7 @@ class _PooledAnswer:
             self._connection = None
 
 
-async def _write(connection: ResponseHandler, body: bytes) -> None:
+async def _write(connection: _Connection, body: bytes) -> None:
     """A long body in pieces, as fast as they are taken. A connection that ends is its reader's to tell."""
     try:
         for start in range(0, len(body), PIECE_BYTES):

@@ -127,7 +127,7 @@ class AiohttpUpstream:
         except (aiohttp.ServerTimeoutError, TimeoutError) as error:
             raise UpstreamTimeoutError("no answer within the idle timeout") from error
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError) as error:
-            raise DisconnectedError(told(error), stale=connection.reused) from error
+            raise DisconnectedError(told(error), stale=connection.reused and not _has_begun(error)) from error
         except aiohttp.ClientError as error:
             raise UpstreamError(f"an answer that is no HTTP: {told(error)}") from error
         return _AiohttpAnswer(answer)
@@ -151,6 +151,11 @@ class _AiohttpAnswer:
     def close(self) -> None:
         # Closing is a no-op for an answer that was read to its end: its connection is back in the pool.
         self._answer.close()
+
+
+def _has_begun(error: Exception) -> bool:
+    """Whether the connection closed in the middle of an answer's head, which aiohttp then hands over."""
+    return isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
 
 
 def told(error: BaseException) -> str:

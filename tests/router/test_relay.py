@@ -439,6 +439,29 @@ async def test_px09_the_attempt_budget_bounds_the_tries(start_router: Any) -> No
         assert router.idle()
 
 
+async def test_px09_a_request_whose_answer_had_begun_is_not_sent_again_on_a_kept_alive_connection(
+    start_router: Any,
+) -> None:
+    """Its engine is at work on it, and the path may leave something behind."""
+
+    async def begin_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await read_head(reader)
+        acted.append(b"")
+        writer.write(b"HTTP/1.1 200 OK\r\nConten")
+        await writer.drain()
+
+    acted: list[bytes] = []
+    async with RawServer(begin_and_close) as server:
+        router = await start_router(f"e0={server.url}", health_interval_s=60)
+        statuses = []
+        for _ in range(2):
+            async with router.client.post(f"{router.url}/v1/files", data=b"x") as response:
+                statuses.append(response.status)
+        assert statuses == [200, 502]
+        assert (server.acted, len(acted)) == (1, 1)
+
+
 async def test_px09_a_stale_kept_alive_connection_costs_the_client_nothing(start_router: Any) -> None:
     """The server answers one request on a connection and drops the second one unread, as on an idle
     time-out.
