@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,17 @@ async def test_a_replica_with_another_address_begins_anew(
     await kit.wait_until(lambda: tasks_of("watch") == ["watch e0"], "the old one's tasks are over")
 
 
+@pytest.fixture
+async def index(tmp_path: Path) -> AsyncIterator[str]:
+    """The URL of an indexer in a process of its own."""
+    process, url = await running("indexer", "--listen", "127.0.0.1:0", "--map", str(tmp_path / "map"))
+    yield url
+    process.terminate()
+    await process.communicate()
+
+
 async def test_op09_twenty_replicas_removed_and_twenty_added_cost_no_request(
-    start_engine: Any, start_router: Any, kit: Any, tmp_path: Path
+    start_engine: Any, start_router: Any, kit: Any, tmp_path: Path, index: str
 ) -> None:
     """Nor does a stream of those that are gone stay in the index."""
     engines = [await start_engine() for _ in range(8)]
@@ -120,7 +130,6 @@ async def test_op09_twenty_replicas_removed_and_twenty_added_cost_no_request(
         events = f"events=ipc://{tmp_path}/{batch}"
         return [f"{batch}{number}={engines[number % 8].url},{events}{number}" for number in range(20)]
 
-    indexer, index = await running("indexer", "--listen", "127.0.0.1:0", "--map", str(tmp_path / "map"))
     router = await start_router(*lines("old"), policy="least-loaded", indexer=index)
 
     async def converged(batch: str) -> None:
@@ -153,8 +162,6 @@ async def test_op09_twenty_replicas_removed_and_twenty_added_cost_no_request(
     assert set(statuses) == {200}
     assert all(name.startswith("new") for name in names(router))
     await converged("new")
-    indexer.terminate()
-    await indexer.wait()
     await kit.wait_until(lambda: len(tasks_of("watch")) == len(tasks_of("poll")) == 20, "no more tasks")
 
 
