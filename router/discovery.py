@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import tomllib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -108,6 +108,9 @@ async def addresses_of(host: str) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
+Found = tuple[ReplicaSpec, ...]
+
+
 class Discovery:
     """Keeps a fleet as its sources say. One that fails counts as it was when it last made sense.
 
@@ -124,7 +127,8 @@ class Discovery:
         self._interval_s = interval_s
         self._static: tuple[ReplicaSpec, ...] = ()
         self._sources: tuple[Source, ...] = ()
-        self._found: dict[str, tuple[ReplicaSpec, ...]] = {}
+        self._found: dict[str, Found] = {}
+        self._follows = False
         self._known = list(known)
         self._throttled = Throttled(log)
         self._task: asyncio.Task[None] | None = None
@@ -132,17 +136,33 @@ class Discovery:
         self.errors: dict[str, str] = {}
 
     async def follow(self, static: Sequence[ReplicaSpec], sources: Iterable[Source]) -> None:
-        """Goes by these replicas and sources from now on; returns when each source was read once."""
-        before, self._sources = self._sources, tuple(sources)
-        self._static = tuple(static)
-        for source in self._sources:
+        """Goes by these replicas and sources from now on; returns when each source was read once.
+
+        Raises SettingsError, and goes on as before, for replicas that cannot be used, and when others were
+        followed until now and a new source cannot be read: its replicas may be all that there are. At the
+        start there is nothing to lose.
+        """
+        new, found, errors = tuple(sources), dict[str, Found](), dict[str, str]()
+        for source in new:
             source.changed = self._woken.set
+        await asyncio.gather(*(self._read(source, found, errors) for source in new))
+        known = {source.name: self._found.get(source.name) for source in new} | found
+        said, self.errors = self.errors, errors
+        try:
+            unread = [name for name, specs in known.items() if specs is None]
+            if unread and self._follows:
+                raise SettingsError(errors[unread[0]])
+            good = {name: specs for name, specs in known.items() if specs is not None}
+            self._tell(static, good)
+        except SettingsError:
+            self.errors = said
+            for source in new:
+                await source.close()
+            raise
+        before, self._sources, self._follows = self._sources, new, True
+        self._static, self._found = tuple(static), good
         for source in before:
             await source.close()
-        names = {source.name for source in self._sources}
-        self._found = {name: specs for name, specs in self._found.items() if name in names}
-        self.errors = {}
-        await self.look()
         if self._task is None and self._sources:
             self._task = asyncio.create_task(self._run(), name="discovery")
 
@@ -169,26 +189,29 @@ class Discovery:
     async def look(self) -> None:
         """Reads every source, and tells the fleet of what is new."""
         sources = self._sources
-        await asyncio.gather(*(self._read(source) for source in sources))
-        if sources is self._sources:
-            self._tell()
+        found, errors = dict[str, Found](), dict[str, str]()
+        await asyncio.gather(*(self._read(source, found, errors) for source in sources))
+        if sources is not self._sources:
+            return
+        now = self._found | found
+        self._found = {source.name: now[source.name] for source in sources if source.name in now}
+        self.errors = {name: why for name, why in self.errors.items() if name not in found} | errors
+        self._tell(self._static, self._found)
 
-    async def _read(self, source: Source) -> None:
+    async def _read(self, source: Source, into: dict[str, Found], errors: dict[str, str]) -> None:
         try:
             found = await source.read()
         except (SettingsError, OSError) as error:
             kept = len(self._found.get(source.name, ()))
             why = error if isinstance(error, SettingsError) or error.strerror is None else error.strerror
-            self._complain(source.name, f"{source.name}: {why}; its {kept} replicas stay as they are")
+            stays = f"; its {kept} replicas stay as they are" if kept else ""
+            errors[source.name] = f"{source.name}: {why}{stays}"
+            self._throttled.warning(source.name, "%s", errors[source.name])
             return
-        self._found[source.name] = found
-        self.errors.pop(source.name, None)
+        into[source.name] = found
 
-    def _tell(self) -> None:
-        specs = [
-            *self._static,
-            *(spec for source in self._sources for spec in self._found.get(source.name, ())),
-        ]
+    def _tell(self, static: Sequence[ReplicaSpec], found: Mapping[str, Found]) -> None:
+        specs = [*static, *(spec for specs in found.values() for spec in specs)]
         names = [spec.name for spec in specs]
         unique: dict[str, ReplicaSpec] = {}
         for spec in specs:

@@ -176,6 +176,40 @@ async def test_op02_a_source_that_fails_counts_as_it_was(error: Exception) -> No
     await rig.discovery.close()
 
 
+async def test_op02_new_sources_that_cannot_be_read_leave_the_old_ones_in_place(until: Any) -> None:
+    """As with a file's name that is written wrong in the settings."""
+    rig = Rig()
+    source, wrong = FakeSource("s", "a=http://h:1"), FakeSource("t")
+    await rig.discovery.follow([], [source])
+    wrong.error = OSError(2, "no file")
+    with pytest.raises(SettingsError, match="t: no file"):
+        await rig.discovery.follow([parse_replica("b=http://h:2")], [wrong])
+    assert (rig.updates, rig.discovery.errors) == ([["a"]], {})
+    assert (source.closed, wrong.closed) == (False, True)
+    source.lines = ("a=http://h:1", "c=http://h:3")
+    source.changed()
+    await until(lambda: rig.updates[-1] == ["a", "c"], "the old source is still followed")
+    await rig.discovery.close()
+
+
+async def test_op02_replicas_that_the_fleet_refuses_leave_the_old_ones_in_place() -> None:
+    updates: list[list[str]] = []
+
+    def update(specs: Sequence[ReplicaSpec]) -> None:
+        if any(spec.name == "bad" for spec in specs):
+            raise SettingsError("no key")
+        updates.append([spec.name for spec in specs])
+
+    discovery, source = Discovery(update, 60.0), FakeSource("s", "a=http://h:1")
+    await discovery.follow([], [source])
+    with pytest.raises(SettingsError, match="no key"):
+        await discovery.follow([parse_replica("bad=http://h:2")], [source])
+    source.lines = ("a=http://h:1", "c=http://h:3")
+    await discovery.look()
+    assert updates == [["a"], ["a", "c"]]
+    await discovery.close()
+
+
 async def test_of_two_replicas_of_one_name_the_first_counts() -> None:
     rig = Rig()
     sources = [FakeSource("s", "a=http://h:2", "b=http://h:2"), FakeSource("t", "b=http://h:3")]
