@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from simulator.fleet import Shape
 from simulator.replay import replay
-from simulator.trace import read_trace
+from simulator.trace import read_trace, spread
 from warmroute import main
 
 MOONCAKE = Path("/work/shared/data/mooncake_conversation_trace.jsonl")
@@ -56,3 +56,11 @@ def test_on_the_mooncake_trace_cache_aware_is_near_the_limit() -> None:
     assert aware.hit_rate >= 1.1 * plain.hit_rate
     assert aware.hit_rate >= 0.93 * limit.hit_rate
     assert aware.ttft_mean_s < plain.ttft_mean_s
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason=f"needs {MOONCAKE}")
+def test_rq06_on_the_mooncake_trace_two_routers_find_what_one_finds() -> None:
+    trace = spread(read_trace(MOONCAKE)[:3000])
+    one, two = (replay(trace, "cache-aware", Shape(routers=routers)) for routers in (1, 2))
+    assert two.hit_rate >= 0.98 * one.hit_rate
+    assert two.ttft_mean_s <= 1.35 * one.ttft_mean_s
