@@ -77,13 +77,65 @@ class StreamBlocks:
         self._stored, self._removed, self._reused = [], [], None
         return stored, removed
 
-    def evict(self, key: bytes) -> None:
-        """Forgets the block with this names key, with all its copies."""
+    def spare(self, age: int, key: bytes) -> bool:
+        """Makes the block of this age and names key the youngest if others need it; gives whether they do."""
         name = self._changes.name(key)
-        assert name is not None, "an age outlived its name"
+        if name is None or name.age != age or not self._needed(key, name):
+            return False
+        self._changes.went(age)
+        name.age = self._changes.came(key)
+        self._changes.save(key, name)
+        return True
+
+    def evict_up(self, age: int, key: bytes, most: int) -> tuple[int, tuple[int, bytes] | None]:
+        """Forgets the block of this age and names key if none needs it, and then its parents likewise.
+
+        Gives how many went, with those of other groups beside them, and which would be next (None: none) when
+        that are ``most``.
+        """
+        gone, name = 0, self._changes.name(key)
+        while name is not None and name.held and name.age == age and not self._needed(key, name):
+            if gone >= most:
+                return gone, (age, key)
+            before = self._before(key, name)
+            gone += self._evict(key, name)
+            key, name = before, self._changes.name(before) if before else None
+            age = name.age if name is not None else 0
+        return gone, None
+
+    def _before(self, key: bytes, name: Name) -> bytes:
+        """The names key of the held block before, over a hole that goes with this one; empty if none."""
+        while name.parent:
+            key, name = self._parent(key, name)
+            if name.held:
+                return key
+            if name.children + name.ghosts > 1:
+                break
+        return b""
+
+    def _needed(self, key: bytes, name: Name) -> bool:
+        """Whether held blocks hang on a block, also behind a hole.
+
+        One beside the main group's block is needed as long as that is held.
+        """
+        main = self._record.main_group
+        if name.children or name.ghosts or main is None or key[2] == main:
+            return name.children + name.ghosts > 0
+        beside = self._changes.name(name_prefix(self._record.slot, main) + key[3:])
+        return beside is not None and beside.held
+
+    def _evict(self, key: bytes, name: Name) -> int:
+        """Forgets a block with all its copies, and with one of the main group those beside it."""
         while name.held:
             self._release(key, name, next(tier for tier, copies in enumerate(name.copies) if copies))
         self._record.counters.evicted += 1
+        gone = 1
+        for group in self._record.restrictions if key[2] == self._record.main_group else ():
+            other = name_prefix(self._record.slot, group) + key[3:]
+            beside = self._changes.name(other) if other != key else None
+            if beside is not None and beside.held:
+                gone += self._evict(other, beside)
+        return gone
 
     def give_up(self, key: bytes, waiting: Waiting) -> None:
         """Forgets a block that waits for its parent."""

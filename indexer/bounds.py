@@ -1,4 +1,4 @@
-"""How much the map may hold: what is over a bound goes, oldest first, in small steps."""
+"""How much the map may hold: what is over a bound goes in small steps, oldest first as ``hand`` has it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ EVICT_BELOW = 0.85
 EVICT_ABOVE = 0.9
 EVICT_STEP = 2_000
 EVICT_SHARE = 8
+CAP_SLACK = 32
+"""A share of a stream's cap that goes at once: else each new block at the cap would cost a commit more."""
 GROUP_SHARE = 16
 MAX_GROUP_BYTES = 1 << 30
 
@@ -46,7 +48,7 @@ class Eviction:
         if most is not None:
             for record in held:
                 if record.blocks > most:
-                    return min(EVICT_STEP, record.blocks - most), record
+                    return min(EVICT_STEP, record.blocks - most + most // CAP_SLACK), record
         budget = self._bounds.budget_bytes
         if budget is None or not held:
             return None

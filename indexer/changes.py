@@ -7,7 +7,7 @@ once, and sorted writes go through the tree from left to right.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from operator import itemgetter
 from typing import TypeVar, cast
 
@@ -192,28 +192,15 @@ class Changes:
         if self._came.pop(age, None) is None:
             self._went.append(age)
 
-    def oldest(self, limit: int) -> list[bytes]:
-        """The names keys of the blocks that came first, of all slots; of what is committed."""
-        with self._txn.cursor(self._tables.ages) as cursor:
-            return [bytes(value) for _, value in itertools.islice(cursor, limit)]
+    def ages(self, start: int) -> Generator[tuple[int, bytes], None, None]:
+        """Ages from ``start`` on with the names keys of their blocks, of all slots; of what is committed.
 
-    def oldest_of(self, slot: bytes, limit: int, start: int) -> tuple[list[bytes], int]:
-        """As :meth:`oldest`, of one slot, and the age to go on from: the ``start`` of the next look.
-
-        A bounded number of rows is looked at, so there may be more than are found.
+        No more than :data:`MAX_AGES_READ`.
         """
-        found: list[bytes] = []
         with self._txn.cursor(self._tables.ages) as cursor:
-            if not cursor.set_range(age_key(start)):
-                return found, start
-            for key, value in itertools.islice(cursor, MAX_AGES_READ):
-                start = int.from_bytes(key, "big")
-                name = bytes(value)
-                if name.startswith(slot):
-                    found.append(name)
-                    if len(found) == limit:
-                        break
-        return found, start
+            if cursor.set_range(age_key(start)):
+                for age, key in itertools.islice(cursor, MAX_AGES_READ):
+                    yield int.from_bytes(age, "big"), bytes(key)
 
     def corrections(self, slot: bytes) -> tuple[dict[bytes, float], dict[bytes, float]]:
         """What is denied and what is believed of a slot: block key -> until when."""

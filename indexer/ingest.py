@@ -282,7 +282,7 @@ class Ingest:
             whose = "all streams" if record is None else title(record.id)
             self._warn.warning(
                 f"evict {whose}",
-                "at a bound (--map-budget, --max-blocks): forgetting the oldest blocks of %s",
+                "at a bound (--map-budget, --max-blocks): forgetting the oldest conversations of %s",
                 whose,
             )
             if record is None:

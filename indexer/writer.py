@@ -15,6 +15,7 @@ from indexer.bounds import most_waiting
 from indexer.changes import Changes
 from indexer.errors import MapError, MapFullError, SlotsTakenError, TooLargeError
 from indexer.folder import ANOTHER_FOLDER, as_map_error, lock_to_write, open_to_write, sign
+from indexer.hand import Hand
 from indexer.layout import (
     CPU,
     DEFAULT_MAP_SIZE,
@@ -98,7 +99,7 @@ class MapWriter:
         self._clock = clock
         self._unread = False
         self._swept = b""
-        self._passed: dict[int, int] = {}  # by generation: the age up to which none of its blocks is left
+        self._hands: dict[int, Hand] = {}  # by generation; 0: of all streams
         with ExitStack() as undo, as_map_error("use", path):
             self._lock, ours = lock_to_write(path)
             undo.callback(self._lock.close)
@@ -358,24 +359,24 @@ class MapWriter:
             return used_bytes(txn, self.tables)
 
     def evict(self, count: int, record: StreamRecord | None = None) -> None:
-        """Forgets the ``count`` blocks that came first, of all streams or of one. Raises MapError.
+        """Forgets ``count`` blocks, of all streams or of one, oldest conversation first. Raises MapError.
 
-        Of one stream fewer may go, where many older blocks of others have to be passed; the next time it goes
-        on from there: what comes later has a higher age.
+        Fewer may go, where many others have to be passed; the next time it goes on from there.
         """
+        whose = 0 if record is None else record.generation
+        hand = self._hands.get(whose, Hand())
+        records = {slot_key(each.slot): each for each in self.streams.values()}
         with self.group() as group:
-            if record is None:
-                keys = group.changes.oldest(count)
-            else:
-                start = self._passed.get(record.generation, 0)
-                keys, start = group.changes.oldest_of(slot_key(record.slot), count, start)
-            records = {each.slot: each for each in (*self.streams.values(), *self._retired.values())}
-            for key in keys:
-                group.blocks(records[int.from_bytes(key[:2], "big")]).evict(key)
-        if record is not None:
-            current = {each.generation for each in self.streams.values()}
-            self._passed = {each: at for each, at in self._passed.items() if each in current}
-            self._passed[record.generation] = start
+
+            def blocks_of(key: bytes) -> StreamBlocks | None:
+                found = records.get(key[:2])
+                return None if found is None else group.blocks(found)
+
+            slot = b"" if record is None else slot_key(record.slot)
+            hand = hand.turn(group.changes, blocks_of, count, slot)
+        current = {0, *(each.generation for each in self.streams.values())}
+        self._hands = {each: at for each, at in self._hands.items() if each in current}
+        self._hands[whose] = hand
 
     def sweep_waiting(self, before: float) -> bool:
         """Looks at the next rows of ``waiting``, and forgets the blocks that waited already at ``before``.
@@ -390,15 +391,17 @@ class MapWriter:
         return bool(self._swept)
 
     def forget(self, count: int) -> None:
-        """Forgets ``count`` blocks that wait for their parents, or if none does those that came first.
+        """Forgets ``count`` entries that count for no answer, or if there are none the oldest conversations.
 
-        Raises MapError.
+        Those of retired slots go before blocks that wait for their parents. Raises MapError.
         """
         waiting = most_waiting(self.streams.values())
-        if waiting is None:
-            self.evict(count)
-        else:
+        if self._retired:
+            self.collect(count)
+        elif waiting is not None:
             self._drop_waiting(count, waiting)
+        else:
+            self.evict(count)
 
     def _drop_waiting(self, count: int, record: StreamRecord) -> None:
         with self.group() as group:
@@ -415,15 +418,12 @@ class MapWriter:
                 record.counters.skip(reason)
 
     def make_room(self, count: int) -> None:
-        """Forgets ``count`` entries of retired slots, or the blocks that came first. Raises MapError.
+        """As :meth:`forget`, and forgets readers too that died in the middle of a query. Raises MapError.
 
-        Readers that died in the middle of a query are forgotten too: they keep old pages from being reused.
+        They keep old pages from being reused.
         """
         self.forget_dead_readers()
-        if self._retired:
-            self.collect(count)
-        else:
-            self.forget(count)
+        self.forget(count)
 
     def forget_dead_readers(self) -> None:
         """Those that died in the middle of a query keep old pages from being reused. Raises MapError."""
