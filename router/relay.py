@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 
 from aiohttp import web
@@ -12,6 +13,9 @@ from router.headers import to_client
 from router.refusal import terminal_event
 from router.upstream import UpstreamAnswer
 from router.usage import UnaskedUsage
+
+NO_WAIT_BYTES = 32 * 1024
+"""So much goes out without a wait when nothing waits already: a timer for each token would cost more."""
 
 
 class ClientGoneError(Exception):
@@ -65,16 +69,21 @@ class RelayedAnswer:
         self._takes_events = readable and (
             self._unasked is not None or "Content-Length" not in answer.headers
         )
+        self._client_idle_s = 0.0
         self.complete = False
         self.failure: UpstreamError | None = None
 
-    async def relay(self, request: web.Request, ours: Mapping[str, str]) -> web.StreamResponse:
+    async def relay(
+        self, request: web.Request, ours: Mapping[str, str], *, client_idle_s: float
+    ) -> web.StreamResponse:
         """Writes the answer with ``ours`` among its headers.
 
         The head of a stream goes out at once. Any other head waits for the first bytes, so that an answer
         that breaks off before them can still be told as an error: RefusedError (502 or 504). Raises
-        ClientGoneError.
+        ClientGoneError, also for a client that takes nothing for ``client_idle_s``: it would keep its place
+        at the replica for ever.
         """
+        self._client_idle_s = client_idle_s
         response = _Response(self._answer, ours, keeps_length=self._unasked is None)
         try:
             if self.is_stream:
@@ -88,13 +97,16 @@ class RelayedAnswer:
                     # Said [DONE], but not by its own length: nothing else tells the client that it is over.
                     request.transport.abort()
             if self._unasked is not None:
-                await self._write(response, self._unasked.end())
+                await self._write(request, response, self._unasked.end())
             if self.failure is not None:
                 await self._break_off(request, response, self.failure)
             if not response.prepared:
                 await response.prepare(request)
-            await response.write_eof()
-        except ConnectionError as error:
+            async with asyncio.timeout(client_idle_s):
+                await response.write_eof()
+        except (ConnectionError, TimeoutError) as error:
+            if request.transport is not None:
+                request.transport.abort()
             if self.failure is not None:
                 return response
             raise ClientGoneError from error
@@ -108,13 +120,19 @@ class RelayedAnswer:
                 if not response.prepared:
                     await response.prepare(request)
             self.tap.feed(chunk)
-            await self._write(response, self._unasked.feed(chunk) if self._unasked else chunk)
+            await self._write(request, response, self._unasked.feed(chunk) if self._unasked else chunk)
             self.complete = self.tap.done
         self.complete = True
 
-    async def _write(self, response: web.StreamResponse, chunk: bytes) -> None:
-        if chunk:
-            self._last_bytes = chunk
+    async def _write(self, request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
+        if not chunk:
+            return
+        self._last_bytes = chunk
+        transport = request.transport
+        if transport is not None and not transport.get_write_buffer_size() and len(chunk) < NO_WAIT_BYTES:
+            await response.write(chunk)
+            return
+        async with asyncio.timeout(self._client_idle_s):
             await response.write(chunk)
 
     async def _break_off(

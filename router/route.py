@@ -78,6 +78,7 @@ class Route:
         retries: RetryRules,
         retry_server_errors: bool = True,
         body_pace: BodyPace,
+        client_idle_s: float = 600.0,
         forwarded: bool = True,
         own_keys: Callable[[], bool] = bool,
         waitlist: Waitlist | None = None,
@@ -94,6 +95,7 @@ class Route:
         self._budget = RetryBudget(retries)
         self._retry_server_errors = retry_server_errors
         self._body_pace = body_pace
+        self._client_idle_s = client_idle_s
         self._forwarded = forwarded
         self._own_keys = own_keys
         self._waitlist = Waitlist(0, 0.0) if waitlist is None else waitlist
@@ -233,7 +235,7 @@ class Route:
             if exchange.replica_failed and self._may_go_on(request, exchange, journey):
                 await self._keep(answer, exchange)
             try:
-                response = await relayed.relay(request, _ours(exchange))
+                response = await relayed.relay(request, _ours(exchange), client_idle_s=self._client_idle_s)
             finally:
                 if relayed.failure is not None:
                     exchange.replica_failed = True
@@ -286,7 +288,7 @@ class Route:
         if isinstance(said, RefusedError):
             raise said
         relayed = RelayedAnswer(said, journey.last.decision.chosen[0], whole=False, on_first_byte=_nothing)
-        return await relayed.relay(request, _ours(journey.last))
+        return await relayed.relay(request, _ours(journey.last), client_idle_s=self._client_idle_s)
 
     async def _send(
         self, request: web.Request, body: bytes, exchange: Exchange, journey: _Journey

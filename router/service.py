@@ -216,6 +216,7 @@ async def router_app(
             retries=settings.retry_rules(),
             retry_server_errors=settings.retry_server_errors,
             body_pace=settings.body_pace(),
+            client_idle_s=settings.client_idle_timeout_s,
             forwarded=settings.forwarded,
             own_keys=doors.demand_keys,
             recorder=recorder,

@@ -183,6 +183,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "0: any.",
         ),
     ] = 1000
+    client_idle_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="Longest time in which a client takes nothing of its answer, seconds."),
+    ] = 600.0
     keepalive_s: Annotated[
         float, Meta(gt=0, description="How long a client's connection is kept without a request, seconds.")
     ] = 3630.0

@@ -156,6 +156,26 @@ async def test_px07_a_stream_that_dies_ends_with_an_error_event_and_no_done(
         await kit.wait_until(router.idle, "nothing is in flight")
 
 
+async def test_a_client_that_takes_nothing_of_its_answer_does_not_keep_its_place(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await kit.stream(request, [b"data: " + b"x" * 100_000 + b"\n\n"] * 500)
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine, client_idle_timeout_s=0.2)
+    host, port = router.url.removeprefix("http://").split(":")
+    body = b'{"model":"m","prompt":[1],"stream":true}'
+    _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    await kit.wait_until(lambda: engine.cancelled == 1, "the engine is let go")
+    await kit.wait_until(router.idle, "nothing is in flight")
+    assert router.parts.fleet.replicas["e0"].last_error is None
+    writer.transport.abort()
+
+
 @pytest.mark.parametrize("header", [b"Content-Length: 1000", b"Content-Encoding: gzip"])
 @pytest.mark.parametrize("said", [b"data: {}\n\n", b"data: {}\n\ndata: [DONE]\n\n"])
 async def test_px07_a_stream_with_a_length_or_a_coding_is_cut_where_it_broke_off(
