@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +13,15 @@ from typing import Protocol
 import msgspec
 
 from events.logs import Throttled
+from events.names import look_up
 from router.errors import SettingsError
 from router.replicas import ReplicaSpec, parse_replica, parse_replicas, placed_at
 from router.watched import WatchedFile
 
 log = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 10.0
+"""A router starts once each source was read, or could not be."""
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
 """A host name's addresses. Raises OSError."""
@@ -94,7 +97,11 @@ class DNSSource:
         self.changed: Callable[[], None] = lambda: None
 
     async def read(self) -> tuple[ReplicaSpec, ...]:
-        addresses = await self._resolve(self._spec.host)
+        try:
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                addresses = await self._resolve(self._spec.host)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within {LOOKUP_TIMEOUT_S:g} s") from error
         found = sorted(set(addresses))
         return tuple(placed_at(self._spec, address, f"{self._spec.name}-{address}") for address in found)
 
@@ -104,8 +111,7 @@ class DNSSource:
 
 async def addresses_of(host: str) -> list[str]:
     """The system's resolver. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    return [str(address[0]) for *_, address in await look_up(host, None)]
 
 
 Found = tuple[ReplicaSpec, ...]

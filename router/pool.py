@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from events.names import look_up
 from router.errors import (
     BrokenAnswerError,
     ConnectTimeoutError,
@@ -305,7 +306,7 @@ class _Names:
             if until <= now or _failed(task):
                 del self._asked[key]
         if (host, port) not in self._asked:
-            task = loop.create_task(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            task = loop.create_task(look_up(host, port))
             self._asked[host, port] = now + DNS_TTL_S, task
         return self._asked[host, port][1]
 

@@ -24,6 +24,7 @@ import msgspec
 from aiohttp import web
 
 from events.address import host_and_port, http_url
+from events.names import NameResolver
 from indexer.client import IndexerClient
 from router.admin import Admin
 from router.chooser import Chooser
@@ -164,7 +165,7 @@ async def router_app(
         )
     async with AsyncExitStack() as stack:
         probes = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls))
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=tls, resolver=NameResolver()))
         )
         session = await stack.enter_async_context(_session(settings, settings.upstream_keepalive_s, tls))
         if upstream is None:

@@ -14,6 +14,7 @@ import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from events.names import NameResolver
 from router.errors import (
     BrokenAnswerError,
     ConnectTimeoutError,
@@ -78,6 +79,7 @@ def upstream_session(
             force_close=not keepalive_s,
             ssl=tls,
             ttl_dns_cache=DNS_TTL_S,
+            resolver=NameResolver(),
         ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
         auto_decompress=False,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from multidict import CIMultiDict
 
+from events.names import look_up
 from router.errors import UnreachableError
 from router.pool import PIECE_BYTES, PooledUpstream, origin_and_target
 
@@ -132,16 +133,15 @@ async def test_a_long_body_that_is_answered_before_all_of_it_came_costs_the_conn
 
 async def test_names_are_asked_for_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(answer_all) as (_, url):
-        upstream, loop, asked = pool(), asyncio.get_running_loop(), []
-        own = loop.getaddrinfo
+        upstream, asked = pool(), []
 
-        async def names(host: str, port: int, **more: Any) -> Any:
+        async def names(host: str, port: int) -> Any:
             asked.append(host)
             if len(asked) == 1:
                 raise OSError("no such name")
-            return await own("127.0.0.1", port, **more)
+            return await look_up("127.0.0.1", port)
 
-        monkeypatch.setattr(loop, "getaddrinfo", names)
+        monkeypatch.setattr("router.pool.look_up", names)
         named = url.replace("127.0.0.1", "engine.test")
         with pytest.raises(UnreachableError, match="no such name"):
             await ask(upstream, named)

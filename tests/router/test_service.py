@@ -343,6 +343,44 @@ async def test_px13_health_answers_while_long_prompts_are_tokenised(
     assert slowest < 2
 
 
+NAMES_THAT_HANG = """
+import asyncio, socket, sys, threading
+import router.discovery
+from router.service import serve
+from router.settings import RouterSettings
+own = socket.getaddrinfo
+def getaddrinfo(host, *arguments, **fields):
+    if host == "hangs.test":
+        print("asked", flush=True)
+        threading.Event().wait()
+    return own(host, *arguments, **fields)
+socket.getaddrinfo = getaddrinfo
+router.discovery.LOOKUP_TIMEOUT_S = 0.5
+settings = RouterSettings(
+    listen="127.0.0.1:0", shutdown_delay_s=0, replica=("a=http://hangs.test:1",),
+    dns=("pool=http://hangs.test:1",) if sys.argv[1] == "dns" else (),
+)
+asyncio.run(serve(settings))
+"""
+
+
+@pytest.mark.parametrize("where", ["replica", "dns"])
+async def test_a_name_that_is_never_found_holds_up_neither_the_start_nor_the_end(where: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", NAMES_THAT_HANG, where, stdout=asyncio.subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            assert await process.stdout.readline() == b"asked\n"
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):  # the lookup never ends
+            assert await process.wait() in (0, -signal.SIGTERM)
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
 async def running(*arguments: str) -> tuple[asyncio.subprocess.Process, str]:
     """A router in a process of its own, and where it listens."""
     process = await asyncio.create_subprocess_exec(
