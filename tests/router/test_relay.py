@@ -515,26 +515,12 @@ async def test_an_engine_that_stays_silent_is_a_504(start_engine: Any, start_rou
     assert router.idle()
 
 
-async def test_px02_the_idle_limit_is_between_chunks_and_not_for_the_whole(
-    start_engine: Any, start_router: Any, kit: Any
-) -> None:
-    async def pause() -> None:
-        await asyncio.sleep(0.1)
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        return await kit.stream(request, [b"data: {}\n\n"] * 8, pause)
-
-    router = await start_router(await start_engine(answer=answer), idle_timeout_s=0.4)
-    async with router.client.post(
-        f"{router.url}/v1/completions", json={"prompt": [1], "stream": True}
-    ) as response:
-        assert (await response.content.read()).count(b"data: {}") == 8
-
-
-async def test_px02_a_stream_that_takes_longer_than_five_minutes_is_not_cut(
+async def test_px02_a_stream_that_takes_longer_than_any_limit_is_not_cut_as_long_as_it_says_something(
     start_engine: Any, start_router: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thirty-three chunks ten seconds apart, on a clock that is put forward: with the limits as they are."""
+    """A hundred chunks ten seconds apart, on a clock that is put forward: with the limits as they are, the
+    longest of which is 600 s of silence.
+    """
     loop, put_forward = asyncio.get_running_loop(), 0.0
     real = loop.time
     monkeypatch.setattr(loop, "time", lambda: real() + put_forward)
@@ -546,7 +532,7 @@ async def test_px02_a_stream_that_takes_longer_than_five_minutes_is_not_cut(
             await asyncio.sleep(0)
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        return await kit.stream(request, [b"data: {}\n\n"] * 33, ten_seconds)
+        return await kit.stream(request, [b"data: {}\n\n"] * 100, ten_seconds)
 
     router = await start_router(await start_engine(answer=answer), health_interval_s=1000)
     began = loop.time()
@@ -555,8 +541,8 @@ async def test_px02_a_stream_that_takes_longer_than_five_minutes_is_not_cut(
         json={"prompt": [1], "stream": True},
         timeout=aiohttp.ClientTimeout(total=None),
     ) as response:
-        assert (await response.content.read()).count(b"data: {}") == 33
-    assert loop.time() - began >= 330
+        assert (await response.content.read()).count(b"data: {}") == 100
+    assert loop.time() - began >= 1000
 
 
 async def test_px01_three_hundred_streams_run_at_once(start_engine: Any, start_router: Any, kit: Any) -> None:
