@@ -41,6 +41,10 @@ from indexer.sharding import divide, home_of, shard_of, share_of
 
 ANSWER_TIMEOUT_S = 15.0
 LOOK_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 0.5
+"""For those who ask whether we are well, and wait no longer than a second themselves."""
+START_PATIENCE_S = 10.0
+"""A shard takes seconds to start, and replicas are registered as soon as anything listens."""
 
 
 class Named(msgspec.Struct, frozen=True):
@@ -51,6 +55,12 @@ class Named(msgspec.Struct, frozen=True):
     instance_id: str | int | None = None
     model_name: str = ""
     dp_rank: int | None = None
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What is looked at of a shard's own answer at ``/ready``."""
+
+    trouble: str | None = None
 
 
 class Front:
@@ -88,12 +98,13 @@ class Front:
     # what concerns a stream
 
     async def _register(self, request: web.Request) -> web.Response:
-        """To the stream's home; a stream that was followed in another shard is forgotten there before."""
+        """To the stream's home, once that listens; a stream of another shard is forgotten there before."""
         body = await request.read()
         registration = parse(body, Registration).checked()
         lock = self._registering.setdefault(registration.instance, asyncio.Lock())
         async with lock:
             home = home_of(registration, len(self._shards))
+            await self._shards[home].listens(START_PATIENCE_S)
             for number, record in self._following(registration.instance, registration.dp_rank):
                 if number != home and record.rank is None:
                     gone = {
@@ -251,11 +262,25 @@ class Front:
         """The shards that are not fed."""
         return [f"shard {number}" for number, age in enumerate(self._heartbeat_ages()) if age > HEALTHY_S]
 
+    async def _troubles(self) -> dict[str, str]:
+        """Why shards cannot write, as they say themselves; by name."""
+
+        async def ask(number: int) -> str | None:
+            try:
+                _, body = await self._call(number, "GET", "/ready", None, HEALTH_TIMEOUT_S)
+                return msgspec.json.decode(body, type=Ready).trouble
+            except (ShardDownError, msgspec.MsgspecError):
+                return None
+
+        told = await asyncio.gather(*(ask(number) for number in range(len(self._shards))))
+        return {f"shard {number}": trouble for number, trouble in enumerate(told) if trouble is not None}
+
     async def _health(self, _: web.Request) -> web.Response:
         standing = self._standing()
-        if len(standing) == len(self._shards):
-            return answer({"status": "ingesting stands still", "standing_still": standing}, 503)
-        return answer({"status": "ok", "standing_still": standing})
+        down = len(standing) == len(self._shards)
+        status = "ingesting stands still" if down else "ok"
+        body = {"status": status, "standing_still": standing, "trouble": await self._troubles()}
+        return answer(body, 503 if down else 200)
 
     async def _ready(self, _: web.Request) -> web.Response:
         """Waits for all shards; once it was ready, one that is fed is enough."""
@@ -263,7 +288,7 @@ class Front:
         waiting = self.readiness.settling(standing)
         ready = not waiting and len(standing) < len(self._shards)
         body = {"ready": ready, "waiting_for": waiting, "standing_still": standing}
-        return answer(body, 200 if ready else 503)
+        return answer(body | {"trouble": await self._troubles()}, 200 if ready else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         body = of_shards(self.metrics.registry, self._shards, await self._look("/metrics"))

@@ -53,8 +53,16 @@ class ShardProcess:
         self.url: str | None = None
         self.pid: int | None = None
         self.restarts = 0
+        self._listens = asyncio.Event()
         self._settings = settings
         self._ran = False
+
+    async def listens(self, patience_s: float) -> bool:
+        """Waits until it listens, if it only starts; False when it does not within ``patience_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._listens.wait()
+        return self._listens.is_set()
 
     async def run(self, clock: Callable[[], float]) -> None:
         """Keeps it running until cancelled. Raises ShardStartError when its first start can never succeed.
@@ -89,12 +97,15 @@ class ShardProcess:
             said = msgspec.json.decode(line, type=Said) if line else Said()
             self.url = said.url
             self._ran = self._ran or said.url is not None
+            if said.url is not None:
+                self._listens.set()
             if said.error is not None and not said.busy and not self._ran:
                 raise ShardStartError(f"shard {self.number}: {said.error}")
             code = await process.wait()
             return said.error or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
         finally:
             self.url = None
+            self._listens.clear()
             await _end(process)
             self.pid = None
 

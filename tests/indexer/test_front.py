@@ -74,9 +74,9 @@ def fleet(indexer_process: Any, publishers: Any, engine: Any, until: Any, tmp_pa
     assert (shard_of(ONE, 2), shard_of(OTHER, 2)) == (1, 0)
     indexer = indexer_process(tmp_path / "map", "--shards", "2").listening()
     made = Fleet(indexer, publishers, engine, until)
-    until(lambda: all(shard["answers"] for shard in made.shards()), "both shards run")
     for name in made.publishers:
-        assert made.register(name) == {"status": "ok"}
+        assert made.register(name) == {"status": "ok"}, "it waits for its shard, which only starts"
+    until(lambda: all(shard["answers"] for shard in made.shards()), "both shards run")
     made.stored()
     made.await_whole()
     return made
@@ -84,7 +84,8 @@ def fleet(indexer_process: Any, publishers: Any, engine: Any, until: Any, tmp_pa
 
 def test_two_writers_are_asked_as_one(fleet: Fleet, until: Any, tmp_path: Path) -> None:
     indexer = fleet.indexer
-    assert indexer.call("/ready") == {"ready": True, "waiting_for": [], "standing_still": []}
+    well = {"ready": True, "waiting_for": [], "standing_still": [], "trouble": {}}
+    assert indexer.call("/ready") == well
     assert {worker["instance_id"]: worker["status"] for worker in indexer.call("/workers")} == {
         ONE: "active",
         OTHER: "active",
@@ -145,7 +146,7 @@ def test_a_shard_that_stands_still_fades_and_one_that_is_killed_comes_back_and_p
     until(lambda: fleet.held()[ONE][0] == "partial", "the trust in a silent writer fades")
     assert fleet.held()[ONE][1] < 0.5
     assert fleet.held()[OTHER] == ("live", 1.0, 28)
-    assert fleet.indexer.call("/health") == {"status": "ok", "standing_still": ["shard 1"]}
+    assert fleet.indexer.call("/health") == {"status": "ok", "standing_still": ["shard 1"], "trouble": {}}
     assert fleet.indexer.call("/ready")["ready"]
 
     os.kill(before[1]["pid"], signal.SIGKILL)
@@ -222,8 +223,9 @@ def asked(app: web.Application) -> set[tuple[str, str]]:
 
 
 async def test_what_concerns_a_stream_is_refused_while_its_shard_is_down_and_says_so(
-    make_rig: Any, engine: Any, tmp_path: Path
+    make_rig: Any, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("indexer.front.START_PATIENCE_S", 0.1)
     settings = IndexerSettings(map=str(tmp_path), map_size=256 << 20, shards=2)
     divide(tmp_path, 2)
     rig = make_rig(tmp_path / "shard-1")
@@ -249,6 +251,25 @@ async def test_what_concerns_a_stream_is_refused_while_its_shard_is_down_and_say
                 assert "shard 0" in (await response.json())["waiting_for"]
             async with client.get("/metrics") as response:
                 assert 'warmroute_indexer_shard_up{shard="1"} 0.0' in await response.text()
+        front.reader.close()
+
+
+async def test_what_keeps_a_shard_from_writing_is_said_by_the_whole(tmp_path: Path) -> None:
+    async def ready(_: web.Request) -> web.Response:
+        return web.json_response({"ready": False, "trouble": "no space left on device"}, status=503)
+
+    full = web.Application()
+    full.router.add_get("/ready", ready)
+    settings = IndexerSettings(map=str(tmp_path), shards=2)
+    divide(tmp_path, 2)
+    shards = [ShardProcess(number, share_of(settings, number)) for number in range(2)]
+    async with TestServer(full) as server, ClientSession() as session:
+        shards[1].url = str(server.make_url("")).rstrip("/")
+        front = Front(settings, shards, session)
+        async with TestClient(TestServer(front.application())) as client:
+            for path in ("/health", "/ready"):
+                async with client.get(path) as response:
+                    assert (await response.json())["trouble"] == {"shard 1": "no space left on device"}
         front.reader.close()
 
 
