@@ -26,6 +26,7 @@ from indexer.errors import (
     MapSchemaError,
 )
 from indexer.layout import MAX_READERS, META_SCHEMA, SCHEMA_VERSION, Tables
+from indexer.mount import check_mount
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,10 @@ class DamagedError(MapError):
 def lock_to_write(path: Path) -> tuple[TextIO, bool]:
     """Our own lock, and whether the map was ours before: LMDB lets several processes write in turn.
 
-    Raises MapBusyError when another indexer holds it, MapError when the folder cannot be used.
+    Raises MapBusyError when another indexer holds it, MapError when the folder cannot be used, as one on a
+    network file system.
     """
+    check_mount(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / LOCK_FILE).open("a+")
