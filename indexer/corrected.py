@@ -10,13 +10,18 @@ import msgspec
 from indexer.layout import StreamRecord, Tables, read_untils, slot_key
 from indexer.match import Lookup
 
+FEW = 1_000
+REST_S = 1e-4
+"""For each row above :data:`FEW`: ten thousand take 35 to 50 ms, and are read about once a second at most."""
+
 
 class _Slot(msgspec.Struct, frozen=True):
-    """The corrections of a slot, and of which state of its record they are."""
+    """The corrections of a slot, of which state of its record they are, and until when they may do."""
 
     version: tuple[int, int]
     denied: frozenset[bytes]
     believed: frozenset[bytes]
+    rests_until: float = 0.0
 
 
 class Corrected:
@@ -54,7 +59,11 @@ NOTHING = Corrected({})
 
 
 class CorrectionReader:
-    """Reads corrections, and keeps those of a slot until its record says that they changed."""
+    """Reads corrections, and keeps those of a slot until its record says that they changed.
+
+    Many are kept for up to a second longer, but never those of another generation: each answer may change
+    one, and all would be read again for it.
+    """
 
     def __init__(self, tables: Tables, clock: Callable[[], float]) -> None:
         self._tables = tables
@@ -67,11 +76,12 @@ class CorrectionReader:
         found = [record for record in members if record.denied or record.believed]
         if not found:
             return NOTHING
-        wanted = tuple((record.slot, record.generation, record.corrected) for record in found)
+        slots = {record.slot: self._slot(txn, record) for record in found}
+        wanted = tuple((number, *slot.version) for number, slot in slots.items())
         first = members[0].slot  # streams of one model are asked about together
         known, merged = self._merged.get(first, ((), NOTHING))
         if known != wanted:
-            merged = Corrected({record.slot: self._slot(txn, record) for record in found})
+            merged = Corrected(slots)
             self._merged[first] = (wanted, merged)
         return merged
 
@@ -80,14 +90,18 @@ class CorrectionReader:
         slot = self._slots.get(record.slot)
         if slot is None or slot.version != version:
             now = self._clock()
-            tables = (self._tables.denied, self._tables.believed)
-            denied, believed = (
-                frozenset(
-                    block
-                    for block, until in read_untils(txn, table, slot_key(record.slot)).items()
-                    if until > now
-                )
-                for table in tables
-            )
-            slot = self._slots[record.slot] = _Slot(version, denied, believed)
+            if slot is None or slot.version[0] != record.generation or now >= slot.rests_until:
+                slot = self._slots[record.slot] = self._read(txn, record, now)
         return slot
+
+    def _read(self, txn: lmdb.Transaction, record: StreamRecord, now: float) -> _Slot:
+        denied, believed = (
+            frozenset(
+                block
+                for block, until in read_untils(txn, table, slot_key(record.slot)).items()
+                if until > now
+            )
+            for table in (self._tables.denied, self._tables.believed)
+        )
+        rest = REST_S * max(0, record.denied + record.believed - FEW)
+        return _Slot((record.generation, record.corrected), denied, believed, now + rest)

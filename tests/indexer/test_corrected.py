@@ -1,12 +1,15 @@
 """Corrections in a match, against walking every block; and what is remembered of touched blocks."""
 
+from array import array
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from events.schema import AllBlocksCleared
 from indexer.corrected import Corrected, _Slot
 from indexer.corrections import Touched
+from indexer.keys import prompt_keys
 from indexer.match import match
 
 KEYS = [bytes([number]) * 8 for number in range(80)]
@@ -71,8 +74,10 @@ def test_corrections_of_two_models_are_kept_apart_and_not_read_again(rig: Any, e
     for name in ("m", "n"):
         rig.say(rig.follow(name, name), engine().stored(tokens))
     reads = []
-    before = rig.reader._corrections._slot
-    rig.reader._corrections._slot = lambda txn, record: reads.append(record.slot) or before(txn, record)
+    before = rig.reader._corrections._read
+    rig.reader._corrections._read = lambda txn, record, now: (
+        reads.append(record.slot) or before(txn, record, now)
+    )
     with rig.writer.group() as group:
         for record in rig.writer.streams.values():
             corrections = rig.ingest._followed[record.id].own.corrections(group)
@@ -82,3 +87,35 @@ def test_corrections_of_two_models_are_kept_apart_and_not_read_again(rig: Any, e
         assert rig.held(tokens, "m") == {"m": (28, 28, 28)}
         assert rig.held(tokens, "n") == {"n": (28, 28, 28)}
     assert sorted(reads) == [0, 1]
+
+
+def test_many_corrections_are_read_again_at_most_once_in_a_while_and_of_a_new_generation_at_once(
+    rig: Any, engine: Any
+) -> None:
+    tokens, stream = list(range(28)), rig.follow("A")
+    rig.say(stream, engine().stored(tokens))
+    reads = []
+    before = rig.reader._corrections._read
+    rig.reader._corrections._read = lambda txn, record, now: reads.append(now) or before(txn, record, now)
+
+    def deny(*blocks: bytes) -> None:
+        with rig.writer.group() as group:
+            record = rig.writer.streams[stream]
+            corrections = rig.ingest._followed[record.id].own.corrections(group)
+            for block in blocks:
+                corrections.deny(group.changes, record, block, rig.now)
+            group.touch(record)
+
+    keys = prompt_keys(array("I", tokens), model="m", block_size=4)
+    deny(keys[6], *(number.to_bytes(8, "big") for number in range(1, 2_001)))
+    for lost in (5, 4, 3):
+        deny(keys[lost])
+        assert rig.held(tokens)["A"][0] == 20, "what was first read rests for 0.1 s"
+    assert reads == [rig.now]
+    rig.now += 0.2
+    assert rig.held(tokens)["A"][0] == 12
+    deny(keys[0])
+    rig.say(stream, AllBlocksCleared(), engine().stored(tokens))
+    deny(keys[6])
+    assert rig.held(tokens)["A"][0] == 24, "corrections of another generation are never kept"
+    assert len(reads) == 3
