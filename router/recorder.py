@@ -34,10 +34,12 @@ from events.recording import (
 from events.stream import Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
 from router import tap
+from router.app import RouterApp
+from router.assembly import router_app
 from router.errors import RecordError, RouterError
 from router.fleet import Fleet
 from router.headers import shown
-from router.service import RouterApp, listening, router_app
+from router.listening import listening
 from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)

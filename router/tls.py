@@ -6,6 +6,7 @@ import ssl
 from typing import Any
 
 from router.errors import SettingsError
+from router.settings import RouterSettings
 
 
 class Renewable(ssl.SSLContext):
@@ -22,6 +23,16 @@ class Renewable(ssl.SSLContext):
 
     def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
         return self.current.wrap_bio(*args, **kwargs)
+
+
+def listen_context(settings: RouterSettings) -> ssl.SSLContext | None:
+    """For the clients' address; None for plain HTTP. Raises SettingsError."""
+    return server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def upstream_context(settings: RouterSettings) -> ssl.SSLContext:
+    """For all that is asked of replicas. Raises SettingsError."""
+    return client_context(settings.upstream_ca, settings.upstream_cert, settings.upstream_key)
 
 
 def server_context(cert: str | None, key: str | None, client_ca: str | None) -> ssl.SSLContext | None:

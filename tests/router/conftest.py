@@ -16,8 +16,10 @@ import pytest
 from aiohttp import web
 
 from indexer.reader import Matched
+from router.app import RouterApp
+from router.assembly import router_app
 from router.errors import LookupFailedError
-from router.service import RouterApp, listening, router_app
+from router.listening import listening
 from router.settings import RouterSettings
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

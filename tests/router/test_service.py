@@ -13,8 +13,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from router.assembly import router_app
 from router.errors import ListenError, RouterError, SettingsError
-from router.service import listening, router_app
+from router.listening import listening
 from router.settings import RouterSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -418,8 +419,9 @@ async def test_px17_at_sigterm_open_streams_finish_idle_connections_close_and_it
     )
     port = int(url.rpartition(":")[2])
     async with aiohttp.ClientSession() as client:
-        async with client.get(f"{url}/ready") as response:
-            assert response.status == 200
+        async with asyncio.timeout(10):
+            while (await client.get(f"{url}/ready")).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         idle, idle_writer = await asyncio.open_connection("127.0.0.1", port)
         idle_writer.write(b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n")
         assert b" 200 " in await idle.readuntil(b"\r\n")

@@ -1,0 +1,88 @@
+"""The addresses of a router: the clients' and, where it is another one, the operators'."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from events.address import host_and_port, http_url
+from router.app import RouterApp
+from router.errors import ListenError
+from router.processes import Worker
+from router.server import Runner
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIterator[str]:
+    """Serves the router at its address, which ``worker`` shares with others; gives the URL. On leaving, open
+    answers get their grace.
+
+    Raises ListenError, SettingsError.
+    """
+    settings = router.settings
+    async with AsyncExitStack() as stack:
+        admin = settings.admin_address()
+        if admin is not None:
+            # Cleaned up last: operators can look on while open answers have their grace.
+            host, port = admin
+            port += worker.number if worker is not None and port else 0
+            router.admin_url = await _open(stack, router, router.admin_app, "--admin-listen", host, port)
+            if worker is not None:
+                worker.pages_at(urlsplit(router.admin_url).port or 0)
+            log.info("metrics and debug pages on %s", router.admin_url)
+        host, port = host_and_port(settings.listen)
+        port = port if worker is None else worker.port
+        shared = worker is not None
+        url = await _open(stack, router, router.app, "--listen", host, port, tls=router.tls, shared=shared)
+        log.info("listening on %s", url)
+        router.admin_url = router.admin_url or url
+        yield url
+        router.draining = True
+        await asyncio.sleep(settings.shutdown_delay_s)
+
+
+async def _open(
+    stack: AsyncExitStack,
+    router: RouterApp,
+    app: web.Application,
+    flag: str,
+    host: str,
+    port: int,
+    *,
+    tls: ssl.SSLContext | None = None,
+    shared: bool = False,
+) -> str:
+    """Serves ``app``, as long as the stack is open; gives the URL. ``shared``: others have the port too.
+
+    Raises ListenError.
+    """
+    settings = router.settings
+    runner = Runner(app, settings.policy, settings.limits(), grace_s=settings.grace_s)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(
+        runner,
+        host,
+        port,
+        reuse_address=True,
+        reuse_port=shared or None,
+        backlog=settings.backlog,
+        ssl_context=tls,
+    )
+    try:
+        await site.start()
+    except OSError as error:
+        why = "address already in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+        listen = http_url(host, port).removeprefix("http://")
+        raise ListenError(f"cannot listen on {listen}: {why}; choose another {flag}") from error
+    url = http_url(host, runner.addresses[0][1])
+    return url if tls is None else url.replace("http://", "https://", 1)
