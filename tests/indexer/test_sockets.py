@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from indexer.changes import Changes
 from indexer.followed import Followed
 from indexer.registration import Registration
 from indexer.service import Indexer
+from indexer.shard_reader import open_map
 
 PROMPT = list(range(28))
 
@@ -568,6 +570,51 @@ def test_pe01_pe09_an_indexer_killed_again_and_again_answers_as_one_that_never_w
     rig = make_rig(folder)
     rig.check()
     rig.close()
+
+
+def test_pe01_over_a_kill_fewer_than_a_twentieth_of_decisions_lose_a_hit(
+    indexers: Any, publishers: Any, indexer_process: Any, engine: Any, until: Any, tmp_path: Path
+) -> None:
+    """Decided before the kill, from the map that it leaves behind, and once the next one is ready.
+
+    While streams are unverified, between its start and the engines' first replays, nothing is credited.
+    """
+    folder, fleet, uninterrupted = tmp_path / "killed", {name: publishers() for name in "ABCD"}, indexers()
+    hashers = {name: engine(seed) for seed, name in enumerate(fleet)}
+    first, prompts = indexer_process(folder).listening(), list[list[int]]()
+    for name, publisher in fleet.items():
+        register(uninterrupted, name, publisher)
+        body = {"instance_id": name, "model_name": "m", "endpoint": publisher.endpoint}
+        first.call("/register", body | {"replay_endpoint": publisher.replay_endpoint})
+
+    def publish(rounds: int) -> None:
+        for _ in range(rounds):
+            for name, publisher in fleet.items():
+                prompts.append([1_000 + len(prompts), *PROMPT])
+                publisher.publish([hashers[name].stored(prompts[-1])], 1.0)
+
+    def hits(reader: Any) -> list[bool]:
+        return [any(one.weight * one.gpu for one in reader.query("m", prompt)) for prompt in prompts]
+
+    lost = []
+
+    def decide(reader: Any) -> None:
+        until(lambda: all(hits(uninterrupted.reader)), "the one that is never killed knows every prompt")
+        lost.extend(not hit for hit in hits(reader))
+
+    publish(25)
+    with closing(open_map(folder)) as reader:  # as a router has it, all the time
+        until(lambda: all(hits(reader)), "the map knows every prompt")
+        decide(reader)
+        first.kill()
+        publish(2)
+        decide(reader)
+        assert sum(lost) == 8, "what was stored since the kill"
+        again = indexer_process(folder).listening()
+        until(lambda: again.call("/ready")["ready"], "every stream has proven itself")
+        decide(reader)
+    assert len(lost) == 100 + 108 + 108
+    assert sum(lost) < len(lost) / 20
 
 
 def test_pe01_an_engine_that_restarts_while_the_indexer_is_dead_is_never_credited_for_its_past(
