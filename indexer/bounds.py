@@ -17,8 +17,6 @@ CAP_SLACK = 32
 GROUP_SHARE = 16
 MAX_GROUP_BYTES = 1 << 30
 
-Victims = tuple[int, StreamRecord | None]
-
 
 class Bounds(msgspec.Struct, frozen=True):
     """``budget_bytes`` of pages that hold entries, ``stream_blocks`` of any one stream; None is no bound."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from events.schema import token_array
-from indexer.keys import local_hashes, prompt_keys
+from indexer.keys import local_hashes
 from indexer.layout import TIERS, StreamRecord
-from indexer.reader import Matched, serves
+from indexer.reader import Matched, keys_of_prompt, serves
 from indexer.shard_reader import View
 
 MAX_STEPS = 512
@@ -81,18 +81,11 @@ class _Explanation:
             told["notes"] = self._record.notes
         if not size:
             return told | {"why": "no block was stored yet, so its block size is not known"}
-        keys = prompt_keys(
-            ids,
-            model=self._record.registration.model_name,
-            block_size=size,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
-            additional_salt=self._record.registration.additional_salt,
-            epoch=self._record.epoch(lora_name),
-        )
-        usable = min(one.disk, max(0, len(ids) - 1) // size * size)
+        keys_of = keys_of_prompt(ids, lora_name, cache_salt)
+        keys = keys_of(self._record, size)
+        usable = min(one.disk, len(keys_of.usable(keys, size)) * size)
         if self._record.restrictions:  # the last token is left out from the start
-            keys = keys[: max(0, len(ids) - 1) // size]
+            keys = keys_of.usable(keys, size)
         steps, held = self._steps(keys, local_hashes(ids, size))
         return told | {
             "usable_tokens": usable,
@@ -103,7 +96,7 @@ class _Explanation:
             "steps": steps,
         }
 
-    def _steps(self, keys: list[bytes], locals_: list[bytes]) -> tuple[list[dict[str, Any]], list[int]]:
+    def _steps(self, keys: Sequence[bytes], locals_: list[bytes]) -> tuple[list[dict[str, Any]], list[int]]:
         """The first blocks one by one, and the numbers of those that this stream holds."""
         steps, held = [], []
         for number, key in enumerate(keys[:MAX_STEPS]):
@@ -131,7 +124,7 @@ class _Explanation:
             if all(record.id != self._record.id for record, _ in self._reader.holders(key + bytes([group])))
         ]
 
-    def _although_held(self, keys: list[bytes], end: int) -> str:
+    def _although_held(self, keys: Sequence[bytes], end: int) -> str:
         """Why a match ends at a block that is held."""
         for group, window in self._record.restrictions.items():
             if any(group in self._missing(key) for key in keys[: end + 1]):
@@ -140,7 +133,7 @@ class _Explanation:
                 return f"block {end} is held, but not all that a longer hit needs in {which}"
         return f"block {end} was stored here, but an answer said that the engine does not have it"
 
-    def _why(self, keys: list[bytes], held: list[int], usable: int) -> str:
+    def _why(self, keys: Sequence[bytes], held: list[int], usable: int) -> str:
         one, end = self._matched, self._matched.disk // self._matched.block_size
         if not one.weight:
             return f"the stream is {one.state} ({self._record.reason}), so nothing of it is credited"

@@ -47,94 +47,93 @@ def learn(
         return refused("generation")
     if since < corrections.touched.floor:
         return refused("too_old")
-    outcome = Outcome()
-    cached = min(answered.cached_tokens // answered.block_size, len(answered.keys))
-    outcome.ended += _confirm(changes, record, corrections, answered, cached, now)
-    outcome.believed = _believe(changes, record, corrections, answered, cached, now)
-    if cached < min(answered.usable, len(answered.keys)) and _lacks(record, answered):
-        _deny(changes, record, corrections, answered.keys[cached], since, now, outcome)
+    outcome = _Lesson(changes, record, corrections, answered, since, now).outcome()
     if outcome.reason is None:
         _judge(record, answered)
     return outcome
 
 
-def _confirm(
-    changes: Changes,
-    record: StreamRecord,
-    corrections: Corrections,
-    answered: Answered,
-    cached: int,
-    now: float,
-) -> int:
-    """Of what was cached, a denial ends, and a belief lasts longer.
+class _Lesson:
+    """One answer of a stream, held against what is known of it ``since`` its sequence."""
 
-    It is renewed in its second half: what changes is written, and read again by every reader.
-    """
-    there = answered.keys[:cached]
-    if corrections.believed:
-        for block in there:
-            if corrections.believed.get(block, now + BELIEF_S) - now < BELIEF_S / 2:
-                corrections.believe(changes, record, block, now)
-    denied = [block for block in there if block in corrections.denied]
-    return corrections.end(changes, record, denied)
+    def __init__(
+        self,
+        changes: Changes,
+        record: StreamRecord,
+        corrections: Corrections,
+        answered: Answered,
+        since: int,
+        now: float,
+    ) -> None:
+        self._changes = changes
+        self._record = record
+        self._corrections = corrections
+        self._answered = answered
+        self._since = since
+        self._now = now
+        self._cached = min(answered.cached_tokens // answered.block_size, len(answered.keys))
 
+    def outcome(self) -> Outcome:
+        answered, outcome = self._answered, Outcome()
+        outcome.ended += self._confirm()
+        outcome.believed = self._believe()
+        if self._cached < min(answered.usable, len(answered.keys)) and self._lacks():
+            self._deny(answered.keys[self._cached], outcome)
+        return outcome
 
-def _believe(
-    changes: Changes,
-    record: StreamRecord,
-    corrections: Corrections,
-    answered: Answered,
-    cached: int,
-    now: float,
-) -> int:
-    """What was cached and is unknown, beyond what was predicted, because that was known."""
-    since = -1 if answered.sequence is None else answered.sequence
-    known = min(answered.predicted_tokens or 0, answered.cached_tokens) // answered.block_size
-    believed = 0
-    for block in answered.keys[known:cached]:
+    def _confirm(self) -> int:
+        """Of what was cached, a denial ends, and a belief lasts longer.
+
+        It is renewed in its second half: what changes is written, and read again by every reader.
+        """
+        there, believed = self._answered.keys[: self._cached], self._corrections.believed
+        if believed:
+            for block in there:
+                if believed.get(block, self._now + BELIEF_S) - self._now < BELIEF_S / 2:
+                    self._corrections.believe(self._changes, self._record, block, self._now)
+        denied = [block for block in there if block in self._corrections.denied]
+        return self._corrections.end(self._changes, self._record, denied)
+
+    def _believe(self) -> int:
+        """What was cached and is unknown, beyond what was predicted, because that was known."""
+        answered, corrections = self._answered, self._corrections
+        known = min(answered.predicted_tokens or 0, answered.cached_tokens) // answered.block_size
+        believed = 0
+        for block in answered.keys[known : self._cached]:
+            if block in corrections.believed:
+                believed += 1
+            elif (self._record.restrictions or not self._holds(block)) and not corrections.touched.since(
+                block, self._since
+            ):  # what restricted the hit is of other attention groups
+                corrections.believe(self._changes, self._record, block, self._now)
+                believed += 1
+        return believed
+
+    def _lacks(self) -> bool:
+        """Whether the engine lacks the block behind what it had.
+
+        With several attention groups it may have it in one, and use less because of another: then only an
+        answer below what was predicted tells.
+        """
+        predicted = self._answered.predicted_tokens or 0
+        return not self._record.restrictions or predicted > self._answered.cached_tokens
+
+    def _deny(self, block: bytes, outcome: Outcome) -> None:
+        """The first block that the engine did not have; those behind it may be there, and cannot be used."""
+        corrections = self._corrections
+        if corrections.touched.since(block, self._since):
+            outcome.reason = "touched_since"
+            return
         if block in corrections.believed:
-            believed += 1
-        elif (record.restrictions or not _holds(changes, record, block)) and not corrections.touched.since(
-            block, since
-        ):  # what restricted the hit is of other attention groups
-            corrections.believe(changes, record, block, now)
-            believed += 1
-    return believed
+            outcome.ended += corrections.end(self._changes, self._record, [block])
+        if self._holds(block):
+            corrections.deny(self._changes, self._record, block, self._now)
+            outcome.denied = 1
 
-
-def _lacks(record: StreamRecord, answered: Answered) -> bool:
-    """Whether the engine lacks the block behind what it had.
-
-    With several attention groups it may have it in one, and use less because of another: then only an answer
-    below what was predicted tells.
-    """
-    return not record.restrictions or (answered.predicted_tokens or 0) > answered.cached_tokens
-
-
-def _deny(
-    changes: Changes,
-    record: StreamRecord,
-    corrections: Corrections,
-    block: bytes,
-    since: int,
-    now: float,
-    outcome: Outcome,
-) -> None:
-    """The first block that the engine did not have; those behind it may be there, and cannot be used."""
-    if corrections.touched.since(block, since):
-        outcome.reason = "touched_since"
-        return
-    if block in corrections.believed:
-        outcome.ended += corrections.end(changes, record, [block])
-    if _holds(changes, record, block):
-        corrections.deny(changes, record, block, now)
-        outcome.denied = 1
-
-
-def _holds(changes: Changes, record: StreamRecord, block: bytes) -> bool:
-    """Whether events say that the stream holds a block, in any tier."""
-    gpu, cpu, disk = changes.holders(block)
-    return bool((gpu | cpu | disk) >> record.slot & 1)
+    def _holds(self, block: bytes) -> bool:
+        """Whether events say that the stream holds a block, in any tier."""
+        gpu, cpu, disk = self._changes.holders(block)
+        return bool((gpu | cpu | disk) >> self._record.slot & 1)
 
 
 def _judge(record: StreamRecord, answered: Answered) -> None:

@@ -15,10 +15,10 @@ from indexer.api import LARGE_PROMPT_TOKENS, _local_hash, answer, parse
 from indexer.errors import RegistrationError, UnknownInstanceError
 from indexer.feedback import Answered
 from indexer.ingest import Ingest
-from indexer.keys import block_keys, extra_bytes, local_hashes, root_key
+from indexer.keys import block_keys, local_hashes, prompt_extras
 from indexer.layout import StreamRecord
 from indexer.outcome import Outcome, refused
-from indexer.reader import MapReader, serves
+from indexer.reader import MapReader, root_of, serves
 from indexer.told import Told
 
 COMMIT_TIMEOUT_S = 10
@@ -102,7 +102,6 @@ class FeedbackApi:
 
 def _resolve(body: Told, record: StreamRecord, block_size: int) -> Answered:
     """An answer in block keys. Engines always compute the prompt's last token."""
-    registered = record.registration
     if body.token_ids is not None:
         locals_ = local_hashes(token_array(body.token_ids), block_size)
         usable = max(0, len(body.token_ids) - 1) // block_size
@@ -110,19 +109,12 @@ def _resolve(body: Told, record: StreamRecord, block_size: int) -> Answered:
         locals_ = [_local_hash(value) for value in body.block_hashes or ()]
         tokens = len(locals_) * block_size if body.prompt_tokens is None else body.prompt_tokens
         usable = max(0, tokens - 1) // block_size
-    root = root_key(
-        registered.model_name,
-        body.lora_name,
-        block_size,
-        registered.additional_salt,
-        record.epoch(body.lora_name),
-    )
-    salted = [extra_bytes([body.cache_salt])] if body.cache_salt else []
+    root = root_of(record, body.lora_name, block_size)
     return Answered(
         stream=record.id,
         generation=body.generation,
         sequence=body.sequence,
-        keys=block_keys(root, locals_, salted),
+        keys=block_keys(root, locals_, prompt_extras(body.cache_salt)),
         usable=usable,
         block_size=block_size,
         cached_tokens=body.cached_tokens,

@@ -76,17 +76,13 @@ def block_keys(before: bytes, locals_: Sequence[bytes], extras: Sequence[bytes] 
     return keys
 
 
-def prompt_keys(
-    tokens: array[int],
-    *,
-    model: str,
-    block_size: int,
-    lora_name: str | None = None,
-    cache_salt: str | None = None,
-    additional_salt: str | None = None,
-    epoch: int = 0,
+def keys_behind(
+    root: bytes, tokens: array[int], block_size: int, extras: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Keys of the whole blocks of a prompt. An empty ``cache_salt`` is none."""
-    root = root_key(model, lora_name, block_size, additional_salt, epoch)
-    extras = [extra_bytes([cache_salt])] if cache_salt else []
+    """Keys of the whole blocks of a prompt behind its root key."""
     return block_keys(root, local_hashes(tokens, block_size), extras)
+
+
+def prompt_extras(cache_salt: str | None) -> list[bytes]:
+    """The extra keys of a prompt's blocks. An empty ``cache_salt`` is none."""
+    return [extra_bytes([cache_salt])] if cache_salt else []

@@ -16,7 +16,7 @@ from indexer.corrected import Corrected, CorrectionReader
 from indexer.errors import MapError
 from indexer.folder import DATA_FILE, PID_CLASH, open_to_read
 from indexer.groups import blocks_needed
-from indexer.keys import block_keys, prompt_keys, root_key
+from indexer.keys import block_keys, keys_behind, prompt_extras, root_key
 from indexer.layout import (
     CPU,
     DISK,
@@ -258,7 +258,7 @@ class MapReader:
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
-        keys: PromptKeys = prompt_keys,
+        keys: PromptKeys = keys_behind,
     ) -> list[Matched]:
         """What each stream of ``model`` (a registered name or an alias) holds of a prompt.
 
@@ -393,40 +393,24 @@ class MapReader:
 
 
 class PromptKeys(Protocol):
-    """Gives the keys of a prompt's whole blocks, as :func:`indexer.keys.prompt_keys` does."""
+    """Gives the keys of a prompt's whole blocks, as :func:`indexer.keys.keys_behind` does."""
 
     def __call__(
-        self,
-        tokens: array[int],
-        *,
-        model: str,
-        block_size: int,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        additional_salt: str | None = None,
-        epoch: int = 0,
+        self, root: bytes, tokens: array[int], block_size: int, extras: Sequence[bytes] = (), /
     ) -> Sequence[bytes]: ...
 
 
 def keys_of_prompt(
-    tokens: Sequence[int], lora_name: str | None, cache_salt: str | None, keys: PromptKeys = prompt_keys
+    tokens: Sequence[int], lora_name: str | None, cache_salt: str | None, keys: PromptKeys = keys_behind
 ) -> KeysOf:
     """The block keys of a prompt by stream, each kind made once by ``keys``.
 
     Raises ValueError for a token beyond u32.
     """
-    ids = token_array(tokens)
+    ids, extras = token_array(tokens), prompt_extras(cache_salt)
 
     def keys_of(record: StreamRecord, block_size: int) -> Sequence[bytes]:
-        return keys(
-            ids,
-            model=record.registration.model_name,
-            block_size=block_size,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
-            additional_salt=record.registration.additional_salt,
-            epoch=record.epoch(lora_name),
-        )
+        return keys(root_of(record, lora_name, block_size), ids, block_size, extras)
 
     return KeysOf(keys_of, lora_name, len(ids))
 
@@ -435,13 +419,17 @@ def keys_of_locals(locals_: Sequence[bytes], lora_name: str | None) -> KeysOf:
     """As :func:`keys_of_prompt`, from the local hashes of the prompt's blocks."""
 
     def keys_of(record: StreamRecord, block_size: int) -> list[bytes]:
-        registered = record.registration
-        root = root_key(
-            registered.model_name, lora_name, block_size, registered.additional_salt, record.epoch(lora_name)
-        )
-        return block_keys(root, locals_)
+        return block_keys(root_of(record, lora_name, block_size), locals_)
 
     return KeysOf(keys_of, lora_name)
+
+
+def root_of(record: StreamRecord, lora_name: str | None, block_size: int) -> bytes:
+    """The key before block 0 of what is asked of a stream now."""
+    registered = record.registration
+    return root_key(
+        registered.model_name, lora_name, block_size, registered.additional_salt, record.epoch(lora_name)
+    )
 
 
 def _matched(record: StreamRecord, held: list[dict[int, int]], state: str, weight: float) -> Matched:

@@ -18,7 +18,7 @@ import lmdb
 
 from events.logs import Throttled
 from indexer.errors import MapError
-from indexer.keys import prompt_keys
+from indexer.keys import keys_behind
 from indexer.layout import Name, StreamRecord, Tables
 from indexer.reader import (
     KeysOf,
@@ -60,7 +60,7 @@ class View(Protocol):
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
-        keys: PromptKeys = prompt_keys,
+        keys: PromptKeys = keys_behind,
     ) -> list[Matched]: ...
 
     def query_local(
@@ -202,7 +202,7 @@ class ShardReader:
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
-        keys: PromptKeys = prompt_keys,
+        keys: PromptKeys = keys_behind,
     ) -> list[Matched]:
         """As :meth:`MapReader.query`. The prompt is hashed once for all shards."""
         return self._match(model, keys_of_prompt(tokens, lora_name, cache_salt, keys), lora_name)

@@ -15,7 +15,7 @@ from cachetools import LRUCache
 from xxhash import xxh3_128
 
 from events.schema import token_bytes
-from indexer.keys import block_keys, extra_bytes, local_hashes, root_key
+from indexer.keys import extra_bytes, keys_behind
 
 SEGMENT_TOKENS = 1024
 """Block sizes that divide it are cached. The others are of hybrid models and large: few keys to make."""
@@ -64,17 +64,17 @@ class KeyCache:
             segment = self._kept.get((digest, family))
             if segment is None:
                 part = tokens[number * SEGMENT_TOKENS : (number + 1) * SEGMENT_TOKENS]
-                segment = tuple(block_keys(key, local_hashes(part, block_size), extras))
+                segment = tuple(keys_behind(key, part, block_size, extras))
                 if ENTRY_BLOCKS + len(segment) <= self._kept.maxsize:
                     self._kept[digest, family] = segment
             keys += segment
             key, extras = keys[-1], ()
         tail = tokens[len(digests) * SEGMENT_TOKENS :]
-        return keys + block_keys(key, local_hashes(tail, block_size), extras)
+        return keys + keys_behind(key, tail, block_size, extras)
 
 
 class PromptKeys:
-    """The keys of one prompt. Called as :func:`indexer.keys.prompt_keys` is, with the same prompt."""
+    """The keys of one prompt. Called as :func:`indexer.keys.keys_behind` is, with the same prompt."""
 
     def __init__(self, cache: KeyCache, digests: Sequence[bytes]) -> None:
         self._cache = cache
@@ -86,20 +86,10 @@ class PromptKeys:
         return self._cache.known_tokens(self._digests)
 
     def __call__(
-        self,
-        tokens: array[int],
-        *,
-        model: str,
-        block_size: int,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        additional_salt: str | None = None,
-        epoch: int = 0,
+        self, root: bytes, tokens: array[int], block_size: int, extras: Sequence[bytes] = (), /
     ) -> list[bytes]:
-        root = root_key(model, lora_name, block_size, additional_salt, epoch)
-        extras = [extra_bytes([cache_salt])] if cache_salt else []
         if SEGMENT_TOKENS % block_size:
-            return block_keys(root, local_hashes(tokens, block_size), extras)
+            return keys_behind(root, tokens, block_size, extras)
         return self._cache.keys(tokens, self._digests, root, block_size, extras)
 
 

@@ -17,7 +17,6 @@ from simulator.errors import RequestError
 
 MESSAGE_START = 256
 MESSAGE_END = 257
-VOCABULARY = 258
 
 _NEWLINE = 10
 _CONSONANTS = b"bcdfghjklmnprstvwz"

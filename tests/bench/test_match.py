@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from events.schema import BlockStored, token_array
-from indexer.keys import prompt_keys
+from indexer.keys import keys_behind, root_key
 from indexer.layout import decode_holders
 from indexer.match import match
 from indexer.reader import MapReader
@@ -79,7 +79,7 @@ def fill(folder: Path, held: Callable[[random.Random], int], tokens: array[int])
 
 def test_3750_keys_on_96_replicas(tmp_path: Path) -> None:
     tokens = token_array(random.Random(2).choices(range(128_000), k=KEYS * BLOCK_SIZE))
-    keys = prompt_keys(tokens, model=MODEL, block_size=BLOCK_SIZE)
+    keys = keys_behind(root_key(MODEL, None, BLOCK_SIZE), tokens, BLOCK_SIZE)
     table = Table("each holds", "match ms", "block by block ms", "times faster", "query with hashing ms")
     slots = (1 << REPLICAS) - 1
     for name, held in HELD.items():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from events.schema import AllBlocksCleared
 from indexer.corrected import Corrected, _Slot
 from indexer.corrections import Touched
-from indexer.keys import prompt_keys
+from indexer.keys import keys_behind, root_key
 from indexer.match import match
 
 KEYS = [bytes([number]) * 8 for number in range(80)]
@@ -106,7 +106,7 @@ def test_many_corrections_are_read_again_at_most_once_in_a_while_and_of_a_new_ge
                 corrections.deny(group.changes, record, block, rig.now)
             group.touch(record)
 
-    keys = prompt_keys(array("I", tokens), model="m", block_size=4)
+    keys = keys_behind(root_key("m", None, 4), array("I", tokens), 4)
     deny(keys[6], *(number.to_bytes(8, "big") for number in range(1, 2_001)))
     for lost in (5, 4, 3):
         deny(keys[lost])

@@ -19,7 +19,7 @@ from indexer.corrections import BELIEF_S, DENIAL_S
 from indexer.errors import IndexerAnswerError, MapFullError
 from indexer.explain import explain
 from indexer.feedback import Answered
-from indexer.keys import prompt_keys
+from indexer.keys import keys_behind, root_key
 from indexer.layout import boot_clock
 from indexer.outcome import Outcome, refused
 from indexer.reader import MapReader
@@ -45,7 +45,7 @@ class Answers:
             "stream": (one.instance, one.rank),
             "generation": one.generation,
             "sequence": one.sequence,
-            "keys": prompt_keys(array("I", tokens), model="m", block_size=SIZE),
+            "keys": keys_behind(root_key("m", None, SIZE), array("I", tokens), SIZE),
             "usable": (len(tokens) - 1) // SIZE,
             "block_size": SIZE,
             "predicted_tokens": one.gpu,

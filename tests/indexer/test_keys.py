@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from events.schema import decode, token_array
-from indexer.keys import block_keys, extra_bytes, local_hashes, next_key, prompt_keys, root_key
+from indexer.keys import block_keys, extra_bytes, keys_behind, local_hashes, next_key, prompt_extras, root_key
 
 TOKENS = list(range(1, 33))
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -19,10 +19,20 @@ extra_keys = st.lists(
 )
 
 
-def keys(ids: list[int] | None = None, **changes: Any) -> list[bytes]:
+def keys(
+    ids: list[int] | None = None,
+    *,
+    model: str = "m",
+    block_size: int = 16,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    additional_salt: str | None = None,
+    epoch: int = 0,
+) -> list[bytes]:
     """Keys of a prompt, with one thing changed."""
-    defaults: dict[str, Any] = {"model": "m", "block_size": 16}
-    return prompt_keys(token_array(TOKENS if ids is None else ids), **(defaults | changes))
+    root = root_key(model, lora_name, block_size, additional_salt, epoch)
+    prompt = token_array(TOKENS if ids is None else ids)
+    return keys_behind(root, prompt, block_size, prompt_extras(cache_salt))
 
 
 def test_local_hashes_are_dynamos_of_the_tokens_as_little_endian_u32() -> None:

@@ -22,7 +22,7 @@ from indexer.compact import compact
 from indexer.dump import dump_events, dump_lines
 from indexer.errors import MapError, MapMissingError
 from indexer.explain import explain
-from indexer.keys import local_hashes, prompt_keys
+from indexer.keys import keys_behind, local_hashes, root_key
 from indexer.reader import MapReader
 from indexer.shard_reader import REOPEN_S, ShardReader, View, open_map
 from indexer.sharding import divide, shard_folder, shard_of
@@ -69,7 +69,7 @@ def told(view: View) -> dict[str, Any]:
             for found in (view.query(model, prompt), view.query_local(model, local_hashes(ids, 4))):
                 held = sorted((one.instance, one.state, one.weight, one.gpu, one.disk) for one in found)
                 answers.setdefault(f"{prompt} of {model}", []).append(held)
-            for key in prompt_keys(ids, model=model, block_size=4):
+            for key in keys_behind(root_key(model, None, 4), ids, 4):
                 answers[key.hex()] = sorted((record.id, tiers) for record, tiers in view.holders(key))
         whys = explain(view, "m", prompt)["replicas"]
         for why in whys:

@@ -7,15 +7,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.keys import prompt_keys
-from router import key_cache
+from indexer import keys as block_keys
+from indexer.keys import keys_behind, prompt_extras, root_key
 from router.key_cache import SEGMENT_TOKENS, KeyCache
 
 PROMPT = array("I", range(5 * SEGMENT_TOKENS + 100))
 
 
+def asked(
+    tokens: array[int],
+    *,
+    model: str,
+    block_size: int,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    additional_salt: str | None = None,
+    epoch: int = 0,
+) -> tuple[bytes, array[int], int, list[bytes]]:
+    """All that the keys of a prompt depend on."""
+    root = root_key(model, lora_name, block_size, additional_salt, epoch)
+    return root, tokens, block_size, prompt_extras(cache_salt)
+
+
 def keys_of(cache: KeyCache, tokens: array[int], **what: Any) -> list[bytes]:
-    return cache.of(tokens, what.get("lora_name"), what.get("cache_salt"))(tokens, **what)
+    return cache.of(tokens, what.get("lora_name"), what.get("cache_salt"))(*asked(tokens, **what))
 
 
 def known(cache: KeyCache, tokens: array[int], lora_name: str | None = None, salt: str | None = None) -> int:
@@ -56,7 +71,7 @@ QUERIES = st.lists(
 def test_cached_keys_are_the_keys(queries: list[tuple[array[int], dict[str, Any]]], size: int) -> None:
     cache = KeyCache(size)
     for tokens, what in queries:
-        assert keys_of(cache, tokens, **what) == prompt_keys(tokens, **what)
+        assert keys_of(cache, tokens, **what) == keys_behind(*asked(tokens, **what))
 
 
 @pytest.mark.parametrize(
@@ -76,20 +91,20 @@ def test_keys_of_another_model_adapter_salt_or_block_size_are_others(other: dict
     mine = keys_of(cache, PROMPT, **plain)
     theirs = keys_of(cache, PROMPT, **plain | other)
     assert not set(mine) & set(theirs)
-    assert theirs == prompt_keys(PROMPT, **plain | other)
+    assert theirs == keys_behind(*asked(PROMPT, **plain | other))
 
 
 def test_only_what_is_new_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KeyCache(100_000)
     keys_of(cache, PROMPT, model="m", block_size=16)
     hashed: list[int] = []
-    real = key_cache.local_hashes
+    real = block_keys.local_hashes
 
     def counted(tokens: array[int], block_size: int) -> list[bytes]:
         hashed.append(len(tokens))
         return real(tokens, block_size)
 
-    monkeypatch.setattr(key_cache, "local_hashes", counted)
+    monkeypatch.setattr(block_keys, "local_hashes", counted)
     assert known(cache, PROMPT) == 5 * SEGMENT_TOKENS
     assert known(cache, PROMPT, "l") == known(cache, PROMPT, None, "s") == 0
     keys_of(cache, PROMPT + array("I", [7] * 200), model="m", block_size=16)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from indexer.errors import IndexerUnreachableError
 from indexer.feedback_api import _resolve
-from indexer.keys import local_hashes, prompt_keys
+from indexer.keys import keys_behind, local_hashes, prompt_extras, root_key
 from indexer.layout import StreamRecord
 from indexer.outcome import Outcome, refused
 from indexer.registration import Registration
@@ -322,7 +322,7 @@ def test_the_indexer_learns_the_same_from_hashes_as_from_the_whole_prompt(
     )
     told = answer.told()
     size = block_size or 16
-    keys = prompt_keys(answer.ids, model="m", block_size=size, cache_salt="s")
+    keys = keys_behind(root_key("m", None, size), answer.ids, size, prompt_extras("s"))
     resolved = _resolve(
         told, StreamRecord(0, 1, Registration(instance_id="a", endpoint="tcp://x:1", model_name="m")), size
     )
