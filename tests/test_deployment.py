@@ -63,6 +63,11 @@ def test_compose_starts_what_it_says_and_looks_where_it_listens() -> None:
         assert (ROOT / "compose" / mounted.partition(":")[0]).is_file()
 
 
+def test_engines_in_compose_leave_no_volumes_behind() -> None:
+    # VOLUME gives each container without a map a nameless volume of its own, and `down` leaves those.
+    assert not re.search(r"^VOLUME", (ROOT / "compose/Dockerfile").read_text(), re.MULTILINE)
+
+
 def test_prometheus_scrapes_the_addresses_of_the_metrics() -> None:
     services = documents("compose/compose.yaml")[0]["services"]
     router, indexer = settings_of(services["router"]["command"]), settings_of(services["indexer"]["command"])
