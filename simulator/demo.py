@@ -67,7 +67,7 @@ async def demo(as_json: bool, shape: Shape = WORKLOAD) -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
     terminal = Console(stderr=True)
     report = terminal if as_json else Console()
-    report.print(_introduction(shape))
+    report.print(_introduction(shape), highlight=False)
     measured: dict[str, Measured] = {}
     fallbacks = 0
     try:
@@ -80,7 +80,7 @@ async def demo(as_json: bool, shape: Shape = WORKLOAD) -> int:
         terminal.print(f"demo: {error}", style="red", markup=False)
         return 1
     report.print(_table(measured))
-    report.print(_conclusion(measured, fallbacks))
+    report.print(_conclusion(measured, fallbacks), highlight=False)
     if as_json:
         sys.stdout.write(msgspec.json.encode(measured).decode() + "\n")
         sys.stdout.flush()
@@ -259,7 +259,7 @@ def _conclusion(measured: dict[str, Measured], fallbacks: int) -> str:
         "Look further:",
         "  README.md                        put it in front of your own vLLM",
         "  docs/architecture.md             how the map and the decision work",
-        "  compose/compose.yaml             the same parts in containers; each decision as a trace in Jaeger",
+        "  compose/compose.yaml             the same parts in containers",
         "  warmroute engine --help          an engine like these, to play with",
     ]
     return "\n".join(lines)

@@ -1,10 +1,12 @@
 """The demo, whole but small: real engines, indexer and router, three policies."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
-from simulator.demo import POLICIES, Counted, _measured, demo
+from simulator.demo import POLICIES, Counted, Measured, _conclusion, _measured, _table, demo
 from simulator.workload import Result, Shape
 
 SMALL = Shape(systems=2, system_tokens=400, conversations=6, turns=2, new_tokens=60, answer_tokens=4)
@@ -37,3 +39,16 @@ def test_measures_are_of_the_run_alone_and_the_95th_percentile_is_a_request() ->
     assert run.ttft_mean_s == 50.5
     assert run.ttft_p95_s == 95.0
     assert run.prefill_tokens == 40
+
+
+def test_what_is_shown_fits_80_columns() -> None:
+    measured = {name: Measured(192, 0.711, 1.234, 2.345, 1_106_784) for name in POLICIES}
+    terminal = Console(width=80, file=io.StringIO())
+    terminal.print(_table(measured))
+    shown = terminal.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    for name in (*POLICIES, "prefill tokens", "1,106,784", "2345 ms"):
+        assert name in shown
+    listed = [line for line in _conclusion(measured, 3).splitlines() if line.startswith("  ")]
+    assert listed
+    assert all(len(line) <= 80 for line in listed)
