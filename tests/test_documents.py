@@ -1,0 +1,113 @@
+"""What the documents tell people to type, set and open exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+
+import warmroute
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(f"docs/{path.name}" for path in (ROOT / "docs").iterdir()),
+)
+OTHERS_FLAGS = {
+    *("--build", "--profile", "--strict"),
+    *(
+        "--chat-template",
+        "--data-parallel-size",
+        "--enable-force-include-usage",
+        "--enable-per-request-metrics",
+    ),
+    *("--enable-prompt-tokens-details", "--exclude-tools-when-tool-choice-none", "--kv-events-config"),
+    *("--max-num-seqs", "--router"),
+}
+FOLDERS = ("compose", "docs", "kubernetes", "tests", *warmroute.PACKAGES)
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+def fences(document: str, language: str = "") -> list[str]:
+    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text_of(document), re.DOTALL | re.MULTILINE)
+    return [body for name, body in found if name == language]
+
+
+def flags(command: click.Command) -> set[str]:
+    own = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    return own.union(*(flags(each) for each in below))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_flags_in_the_documents_exist(document: str) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*(?!\w|-?\*)", text_of(document)))
+    assert named - flags(warmroute.main) - OTHERS_FLAGS == set()
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/operating.md"])
+def test_commands_in_the_documents_are_understood(document: str) -> None:
+    lines = "\n".join(fences(document)).replace("\\\n", " ").splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if line.strip().startswith("warmroute ")]
+    assert commands
+    for _, *words in commands:
+        arguments = [word for word in words if word != "..."]
+        name = next(word for word in arguments if word in warmroute.main.commands)
+        command = warmroute.main.commands[name]
+        values = command.make_context(name, arguments[arguments.index(name) + 1 :]).params
+        if name in warmroute.SECTIONS:
+            fields = {field.name for field in msgspec.structs.fields(warmroute.SECTIONS[name])}
+            given = {key: value for key, value in values.items() if key in fields}
+            msgspec.convert(given, warmroute.SECTIONS[name]).check()
+
+
+def test_files_of_settings_in_the_documents_are_taken() -> None:
+    tables = [tomllib.loads(fence) for fence in fences("docs/operating.md", "toml")]
+    assert len(tables) >= 2
+    for table in tables:
+        config = msgspec.convert(table, warmroute.Config)
+        for name in table:
+            getattr(config, name).check()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_that_the_documents_name_are_there(document: str) -> None:
+    text = text_of(document)
+    linked = re.findall(r"\]\((?!http)([^)#]+)", text)
+    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w)", text)
+    missing = [path for path in linked if not ((ROOT / document).parent / path).exists()]
+    assert missing + [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_each_setting_and_parameter_stands_in_a_table_once() -> None:
+    rows = re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", text_of("docs/operating.md"), re.MULTILINE)
+    assert rows
+    assert len(rows) == len(set(rows))
+
+
+def modules_named(package: str) -> list[str]:
+    section = re.search(
+        rf"^## {package}/.*?(?=^## |\Z)", text_of("docs/architecture.md"), re.DOTALL | re.MULTILINE
+    )
+    assert section is not None
+    listed = re.findall(r"^\* \*\*\w+\*\* \(([^)]*)\)", section[0], re.MULTILINE)
+    return [name for each in listed for name in re.findall(r"`(\w+)/?`", each)]
+
+
+def test_modules_that_the_architecture_lists_exist() -> None:
+    named = modules_named("router")
+    assert {"plan", "decider", "pool"} <= set(named)
+    folder = ROOT / "router"
+    assert [
+        name for name in named if not ((folder / f"{name}.py").is_file() or (folder / name).is_dir())
+    ] == []
