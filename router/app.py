@@ -11,8 +11,9 @@ from router.decision import HEADER_PREFIX
 from router.decision_log import DecisionLog
 from router.discovery import Discovery
 from router.errors import RefusedError
-from router.fleet import Fleet, model_cards
+from router.fleet import Fleet
 from router.headers import REQUEST_ID, request_id_of
+from router.introduction import model_cards
 from router.load import Load
 from router.local_tokens import Told
 from router.metrics import RouterMetrics

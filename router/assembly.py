@@ -52,6 +52,7 @@ from router.tokenizing import check_tokenizers, tokenizing
 from router.tracing import Tracing, start_tracing
 from router.upstream import Upstream
 from router.waitlist import LOOK_S, WORKERS_LOOK_S, Waitlist
+from router.watcher import WatchPace
 
 log = logging.getLogger(__name__)
 
@@ -151,9 +152,7 @@ def _fleet(settings: RouterSettings, probes: aiohttp.ClientSession, rng: random.
     return Fleet(
         parse_replicas(settings.replica),
         probes,
-        health_interval_s=settings.health_interval_s,
-        health_timeout_s=settings.health_timeout_s,
-        refresh_interval_s=settings.refresh_interval_s,
+        pace=WatchPace(settings.health_interval_s, settings.health_timeout_s, settings.refresh_interval_s),
         outlier_rules=settings.outlier_rules(),
         rng=rng,
     )

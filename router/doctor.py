@@ -21,7 +21,7 @@ from events.inbox import StreamId
 from events.schema import BlockStored, PayloadError, decode
 from events.stream import Frame, Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
-from router.fleet import DiscoveryError, read_event_sources, read_models
+from router.introduction import DiscoveryError, read_event_sources, read_models
 from router.replicas import BIND, EventSource, ReplicaSpec, configured_sources
 
 HTTP_TIMEOUT_S = 5.0

@@ -1,6 +1,4 @@
-"""The replicas, kept up to date: who is there, who is healthy, what they serve and where they publish
-events.
-"""
+"""The replicas: who is there, who may get requests, and who is on the way out."""
 
 from __future__ import annotations
 
@@ -13,91 +11,20 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from events.logs import Throttled
 from router.credential import credential
-from router.errors import RouterError
 from router.outliers import OutlierRules, Outliers, RandomSource
-from router.replicas import EventSource, Health, Models, Replica, ReplicaSpec, StreamId, at_host
+from router.replicas import Health, Replica, ReplicaSpec, StreamId
+from router.watcher import Watcher, WatchPace
 
 log = logging.getLogger(__name__)
 
-TIMEOUTS_TO_DOWN = 3
-"""Health checks in a row that must time out: a busy engine answers late, a dead one refuses at once."""
 REFRESH_COOL_DOWN_S = 1.0
 DRAIN_POLL_S = 0.1
-DISCOVERY_TIMEOUT_S = 5.0
-
+USUAL_PACE = WatchPace()
 
 Duty = Callable[[Replica], Coroutine[Any, Any, None]]
-
-
-class _ModelCard(msgspec.Struct):
-    id: str
-    parent: str | None = None
-    max_model_len: int | None = None
-
-
-class _KVEventsConfig(msgspec.Struct):
-    endpoint: str
-    enable_kv_cache_events: bool = True
-    replay_endpoint: str | None = None
-    topic: str | None = None
-
-
-class DiscoveryError(RouterError):
-    """A replica's answer about itself that makes no sense."""
-
-
-def read_models(payload: bytes, configured: str | None = None) -> Models:
-    """The models in an answer of ``GET /v1/models``. ``configured`` wins over the first id.
-
-    Raises DiscoveryError.
-    """
-    try:
-        raw = msgspec.json.decode(payload)["data"]
-        cards = msgspec.convert(raw, list[_ModelCard])
-    except (msgspec.MsgspecError, TypeError, KeyError) as error:
-        raise DiscoveryError(f"/v1/models makes no sense: {error}") from error
-    bases = [card for card in cards if card.parent is None]
-    if not bases:
-        raise DiscoveryError("/v1/models names no base model")
-    model = configured or bases[0].id
-    return Models(
-        model=model,
-        aliases=tuple(card.id for card in bases if card.id != model),
-        adapters=frozenset(card.id for card in cards if card.parent is not None),
-        max_model_len=bases[0].max_model_len,
-        cards=tuple(raw),
-    )
-
-
-def read_event_sources(payload: bytes, host: str) -> tuple[EventSource, ...]:
-    """The sources in an answer of ``GET /kv_event_sources`` (vLLM 0.32), ``*`` replaced by ``host``.
-
-    Endpoints there are of each rank already. vLLM binds a wildcard; other hosts it connects to, but for the
-    one that it writes in place of ``tcp://*:0``, so those are taken at their word. Raises DiscoveryError.
-    """
-    try:
-        configs = msgspec.json.decode(payload, type=dict[str, _KVEventsConfig])
-        ranks = sorted(
-            (int(rank), config) for rank, config in configs.items() if config.enable_kv_cache_events
-        )
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
-        raise DiscoveryError(f"/kv_event_sources makes no sense: {error}") from error
-    sources = []
-    for rank, config in ranks:
-        if config.endpoint.startswith("tcp://0.0.0.0:"):
-            raise DiscoveryError(
-                f"the engine connects its events to {config.endpoint} instead of binding;"
-                " publish on tcp://*:PORT there, or configure events=bind:tcp://0.0.0.0:PORT here"
-            )
-        replay = config.replay_endpoint and at_host(config.replay_endpoint, host)
-        sources.append(
-            EventSource(rank, at_host(config.endpoint, host), replay or None, config.topic or None)
-        )
-    return tuple(sources)
 
 
 class Fleet:
@@ -112,20 +39,16 @@ class Fleet:
         specs: Iterable[ReplicaSpec],
         session: aiohttp.ClientSession,
         *,
-        health_interval_s: float = 2.0,
-        health_timeout_s: float = 2.0,
-        refresh_interval_s: float = 30.0,
+        pace: WatchPace = USUAL_PACE,
         outlier_rules: OutlierRules | None = None,
         rng: RandomSource | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.replicas: dict[str, Replica] = {spec.name: Replica(spec) for spec in specs}
         self._session = session
-        self._health_interval_s = health_interval_s
-        self._health_timeout = aiohttp.ClientTimeout(total=health_timeout_s)
-        self._refresh_interval_s = refresh_interval_s
+        self._pace = pace
         self._clock = clock
-        self._watchers: dict[str, _Watcher] = {}
+        self.watchers: dict[str, Watcher] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._duties: list[tuple[str, Duty]] = [("watch", self._watch)]
@@ -219,7 +142,15 @@ class Fleet:
             task.cancel()
 
     async def _watch(self, replica: Replica) -> None:
-        watcher = self._watchers[replica.name] = _Watcher(replica, self)
+        watcher = self.watchers[replica.name] = Watcher(
+            replica,
+            self._session,
+            self._pace,
+            judged=self._set_health,
+            changed=self._note_change,
+            unread=self._complain,
+            clock=self._clock,
+        )
         await watcher.run()
 
     def _drain(self, replica: Replica) -> None:
@@ -236,7 +167,7 @@ class Fleet:
         name = replica.name
         self._end(name)
         del self._drains[name], self.replicas[name], self.ejections[name]
-        self._watchers.pop(name, None)
+        self.watchers.pop(name, None)
         self.outliers.forget(name)
         log.info("replica %s is gone", name)
         self.forgotten(name)
@@ -294,8 +225,8 @@ class Fleet:
         replica.last_error = error
         if unreachable:
             self._set_health(replica, Health.DOWN, error)
-        if name in self._watchers:
-            self._watchers[name].wake()
+        if name in self.watchers:
+            self.watchers[name].wake()
 
     async def refresh(self) -> None:
         """Looks at every usable replica's models now, at most once a second."""
@@ -303,7 +234,8 @@ class Fleet:
         if now - self._refreshed_at < REFRESH_COOL_DOWN_S:
             return
         self._refreshed_at = now
-        await asyncio.gather(*(self._discover_models(replica) for replica in self.usable()))
+        known = [self.watchers[replica.name] for replica in self.usable() if replica.name in self.watchers]
+        await asyncio.gather(*(watcher.discover_models() for watcher in known))
 
     def _set_health(self, replica: Replica, health: Health, error: str | None) -> None:
         if error is not None:
@@ -320,71 +252,8 @@ class Fleet:
             log.warning("replica %s is down: %s", replica.name, error)
         self.changed()
 
-    async def _get(self, replica: Replica, path: str, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
-        async with self._session.get(
-            replica.url + path, timeout=limit, allow_redirects=False, headers=replica.headers()
-        ) as answer:
-            return answer.status, await answer.read()
-
-    async def check_health(self, replica: Replica, timeouts: int) -> int:
-        """One health check. Returns how many in a row have timed out by now."""
-        try:
-            status, _ = await self._get(replica, "/health", self._health_timeout)
-        except TimeoutError:
-            if timeouts + 1 >= TIMEOUTS_TO_DOWN:
-                self._set_health(
-                    replica, Health.DOWN, f"/health did not answer {timeouts + 1} times in a row"
-                )
-            return timeouts + 1
-        except (aiohttp.ClientError, OSError) as error:
-            self._set_health(replica, Health.DOWN, f"/health: {error or type(error).__name__}")
-            return 0
-        # An engine without /health answers 404: it is there.
-        if status < 500:
-            self._set_health(replica, Health.UP, None)
-        else:
-            self._set_health(replica, Health.DOWN, f"/health answered {status}")
-        return 0
-
-    async def discover(self, replica: Replica) -> bool:
-        """Asks a replica for its models and event sources. Returns whether its models are known now."""
-        await self._discover_models(replica)
-        if replica.spec.events is None:
-            await self._discover_sources(replica)
-        return replica.models is not None
-
-    async def _discover_models(self, replica: Replica) -> None:
-        try:
-            status, payload = await self._get(
-                replica, "/v1/models", aiohttp.ClientTimeout(total=DISCOVERY_TIMEOUT_S)
-            )
-            if status != 200:
-                raise DiscoveryError(f"/v1/models answered {status}")
-            models = read_models(payload, replica.spec.model)
-        except (DiscoveryError, aiohttp.ClientError, OSError) as error:
-            self._complain(replica, error)
-            return
-        if models != replica.models:
-            replica.models = models
-            self.changed()
-
-    async def _discover_sources(self, replica: Replica) -> None:
-        try:
-            status, payload = await self._get(
-                replica, "/kv_event_sources", aiohttp.ClientTimeout(total=DISCOVERY_TIMEOUT_S)
-            )
-            sources = read_event_sources(payload, replica.spec.host) if status == 200 else ()
-        except (DiscoveryError, aiohttp.ClientError, OSError) as error:
-            self._complain(replica, error)
-            return
-        asked_before, replica.sources_asked = replica.sources_asked, True
-        if replica.spec.ranks is not None:
-            sources = tuple(source for source in sources if source.rank in replica.ranks)
-        elif sources:
-            replica.ranks = tuple(source.rank for source in sources)
-        if sources != replica.sources or not asked_before:
-            replica.sources = sources
-            self.changed()
+    def _note_change(self) -> None:
+        self.changed()
 
     def _note_ejection(self, name: str, seconds: float) -> None:
         if name not in self.replicas:
@@ -401,66 +270,3 @@ class Fleet:
     def _complain(self, replica: Replica, error: Exception) -> None:
         replica.last_error = str(error) or type(error).__name__
         self._throttled.warning(replica.name, "replica %s: %s", replica.name, replica.last_error)
-
-    @property
-    def health_interval_s(self) -> float:
-        return self._health_interval_s
-
-    @property
-    def refresh_interval_s(self) -> float:
-        return self._refresh_interval_s
-
-    def now(self) -> float:
-        """Monotonic seconds."""
-        return self._clock()
-
-
-class _Watcher:
-    """The task that watches one replica."""
-
-    def __init__(self, replica: Replica, fleet: Fleet) -> None:
-        self._replica = replica
-        self._fleet = fleet
-        self._woken = asyncio.Event()
-
-    def wake(self) -> None:
-        """Checks now instead of at the next turn."""
-        self._woken.set()
-
-    async def run(self) -> None:
-        timeouts = 0
-        discover_at = float("-inf")
-        while True:
-            self._woken.clear()
-            before = self._replica.health
-            try:
-                timeouts = await self._fleet.check_health(self._replica, timeouts)
-                came_up = self._replica.health is Health.UP and before is not Health.UP
-                if self._replica.health is Health.UP and (came_up or self._fleet.now() >= discover_at):
-                    known = await self._fleet.discover(self._replica)
-                    pause = self._fleet.refresh_interval_s if known else self._fleet.health_interval_s
-                    discover_at = self._fleet.now() + pause
-            except Exception:
-                # The watcher must outlive any surprise: without it the replica could never come back.
-                log.exception("watching replica %s failed", self._replica.name)
-            await self._pause()
-
-    async def _pause(self) -> None:
-        try:
-            async with asyncio.timeout(self._fleet.health_interval_s):
-                await self._woken.wait()
-        except TimeoutError:
-            return
-
-
-def model_cards(replicas: Iterable[Replica]) -> list[dict[str, Any]]:
-    """The union of what the replicas answer at ``/v1/models``, first seen first, every field kept."""
-    cards: dict[str, dict[str, Any]] = {}
-    for replica in replicas:
-        if replica.models is None:
-            continue
-        for card in replica.models.cards or (
-            {"id": replica.models.model, "object": "model", "owned_by": "warmroute"},
-        ):
-            cards.setdefault(card["id"], dict(card))
-    return list(cards.values())

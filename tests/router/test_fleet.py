@@ -5,8 +5,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.fleet import DiscoveryError, Fleet, model_cards, read_event_sources, read_models
+from router.fleet import Fleet
+from router.introduction import DiscoveryError, model_cards, read_event_sources, read_models
 from router.replicas import EventSource, Health, parse_replica
+from router.watcher import WatchPace
 
 
 def test_the_first_id_without_a_parent_is_the_model() -> None:
@@ -63,7 +65,7 @@ def test_sources_that_make_no_sense_are_an_error(payload: bytes) -> None:
 
 
 async def watched(session: aiohttp.ClientSession, *lines: str) -> Fleet:
-    fleet = Fleet([parse_replica(line) for line in lines], session, health_interval_s=0.02)
+    fleet = Fleet([parse_replica(line) for line in lines], session, pace=WatchPace(health_interval_s=0.02))
     fleet.start()
     return fleet
 

@@ -922,7 +922,7 @@ async def test_rq13_health_checks_do_not_touch_the_load(
     for cycle in range(30):
         # Down and up again now and then: the streams that run go on.
         engine.health_status = 500 if cycle % 3 == 0 else 200
-        await fleet.check_health(fleet.replicas["e0"], 0)
+        await fleet.watchers["e0"].check_health()
         assert load.ours(("e0", 0)).requests == 20
     gate.set()
     await asyncio.gather(*tasks)
