@@ -49,13 +49,15 @@ async def read_body(request: web.Request, limit_bytes: int, pace: BodyPace) -> b
     if request.content_length is not None and request.content_length > limit_bytes:
         raise _too_large(limit_bytes)
     loop = asyncio.get_running_loop()
-    body, began = bytearray(), loop.time()
+    pieces: list[bytes] = []
+    received, began = 0, loop.time()
     patience_s = pace.idle_s
     try:
         while piece := await _next_piece(request, patience_s):
-            body += piece
-            patience_s = pace.patience_s(loop.time() - began, len(body))
-            if len(body) > limit_bytes:
+            pieces.append(piece)
+            received += len(piece)
+            patience_s = pace.patience_s(loop.time() - began, received)
+            if received > limit_bytes:
                 raise _too_large(limit_bytes)
     except TimeoutError as error:
         raise _too_slow(pace, patience_s) from error
@@ -63,7 +65,7 @@ async def read_body(request: web.Request, limit_bytes: int, pace: BodyPace) -> b
         raise RefusedError(
             400, "Bad Request", "The request body cannot be read", reason="bad body"
         ) from error
-    return bytes(body)
+    return b"".join(pieces)
 
 
 async def _next_piece(request: web.Request, patience_s: float) -> bytes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Mapping
 
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -23,6 +23,7 @@ HOP_BY_HOP = frozenset(
 )
 REQUEST_ID = "X-Request-Id"
 RANK = "X-data-parallel-rank"
+_NOT_TO_REPLICA = HOP_BY_HOP | {"host", "content-length", "expect", REQUEST_ID.lower()}
 _OURS = "x-warmroute-"
 _SINGLE = ("authorization",)
 MAX_REQUEST_ID_CHARS = 256
@@ -34,7 +35,8 @@ def request_id_of(headers: Mapping[str, str]) -> str:
     """
     given = headers.get(REQUEST_ID, "")
     usable = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARS
-    return given if usable else uuid.uuid4().hex
+    # Not uuid4, which asks the system for its bytes: an id has to be new, not secret.
+    return given if usable else f"{random.getrandbits(128):032x}"
 
 
 def shown(text: str) -> str:
@@ -42,9 +44,13 @@ def shown(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _hop_by_hop(headers: CIMultiDictProxy[str]) -> frozenset[str]:
-    named = (name.strip().lower() for value in headers.getall("connection", []) for name in value.split(","))
-    return HOP_BY_HOP | frozenset(named)
+def _without_hop(headers: CIMultiDictProxy[str], left_out: frozenset[str]) -> CIMultiDict[str]:
+    """The headers but for ``left_out``, in small letters, and for those that ``Connection`` names."""
+    if "Connection" in headers:
+        left_out |= {
+            name.strip().lower() for value in headers.getall("Connection") for name in value.split(",")
+        }
+    return CIMultiDict([item for item in headers.items() if item[0].lower() not in left_out])
 
 
 class Via(msgspec.Struct, frozen=True):
@@ -62,8 +68,7 @@ def to_replica(
     ``request_id``, with ``rank`` where we chose one and the caller did not, and with ``via`` added to what
     proxies before us said. Of a repeated Authorization the first counts; other repeats are kept.
     """
-    left_out = _hop_by_hop(headers) | {"host", "content-length", "expect", REQUEST_ID.lower()}
-    passed = _without(headers, left_out)
+    passed = _without_hop(headers, _NOT_TO_REPLICA)
     for name in _SINGLE:
         if len(values := passed.getall(name, [])) > 1:
             passed[name] = values[0]
@@ -92,13 +97,8 @@ def _append(headers: CIMultiDict[str], name: str, value: str) -> None:
 
 def to_client(headers: CIMultiDictProxy[str], ours: Mapping[str, str]) -> CIMultiDict[str]:
     """The headers for the client: without those of the hop, with ``ours`` in place of equal names."""
-    passed = _without(headers, _hop_by_hop(headers))
+    passed = _without_hop(headers, HOP_BY_HOP)
     for name in [name for name in passed if name.lower().startswith(_OURS)]:
         passed.popall(name, None)
     passed.update(ours)
     return passed
-
-
-def _without(headers: CIMultiDictProxy[str], names: Iterable[str]) -> CIMultiDict[str]:
-    left_out = frozenset(names)
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in left_out)

@@ -175,7 +175,7 @@ class Load:
         sent since; tokens by its last report, less what the engine can have computed of them since.
         """
         seen = self._seen.get(stream)
-        if seen is None or (age_s := self._clock() - seen.at) > STALE_S:
+        if seen is None or not (seen.others or self._echo) or (age_s := self._clock() - seen.at) > STALE_S:
             return IDLE
         ours = self.together(stream)
         requests, share = seen.others, seen.waiting_share

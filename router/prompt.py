@@ -219,7 +219,7 @@ def priority_of(headers: Mapping[str, str], body: object) -> int:
     number.
     """
     for told in (headers.get(PRIORITY), body):
-        if isinstance(told, bool):
+        if told is None or isinstance(told, bool):
             continue
         try:
             priority: int = int(told)  # type: ignore[call-overload]

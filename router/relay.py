@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
@@ -23,14 +23,18 @@ class ClientGoneError(Exception):
 
 
 class _Response(web.StreamResponse):
-    """The head of a replica's answer, as the client gets it."""
+    """The head of a replica's answer, as the client gets it: ``at_once``, or with its first bytes."""
 
-    def __init__(self, answer: UpstreamAnswer, ours: Mapping[str, str], *, keeps_length: bool) -> None:
+    def __init__(
+        self, answer: UpstreamAnswer, ours: Mapping[str, str], *, keeps_length: bool, at_once: bool
+    ) -> None:
         headers = to_client(answer.headers, ours)
         if not keeps_length:
             headers.popall("Content-Length", None)
         super().__init__(status=answer.status, headers=headers)
         self.is_typed = "Content-Type" in answer.headers
+        # aiohttp's own switch, off in its web.Response: else each head would be a write of its own.
+        self._send_headers_immediately = at_once
 
 
 async def leave_untyped(_: web.Request, response: web.StreamResponse) -> None:
@@ -84,7 +88,7 @@ class RelayedAnswer:
         at the replica for ever.
         """
         self._client_idle_s = client_idle_s
-        response = _Response(self._answer, ours, keeps_length=self._unasked is None)
+        response = _Response(self._answer, ours, keeps_length=self._unasked is None, at_once=self.is_stream)
         try:
             if self.is_stream:
                 await response.prepare(request)
@@ -102,8 +106,7 @@ class RelayedAnswer:
                 await self._break_off(request, response, self.failure)
             if not response.prepared:
                 await response.prepare(request)
-            async with asyncio.timeout(client_idle_s):
-                await response.write_eof()
+            await self._patiently(request, response.write_eof(), 0)
         except (ConnectionError, TimeoutError) as error:
             if request.transport is not None:
                 request.transport.abort()
@@ -128,12 +131,16 @@ class RelayedAnswer:
         if not chunk:
             return
         self._last_bytes = chunk
+        await self._patiently(request, response.write(chunk), len(chunk))
+
+    async def _patiently(self, request: web.Request, writing: Awaitable[None], size: int) -> None:
+        """Awaits a write of ``size`` bytes, no longer than the client may be idle."""
         transport = request.transport
-        if transport is not None and not transport.get_write_buffer_size() and len(chunk) < NO_WAIT_BYTES:
-            await response.write(chunk)
+        if transport is not None and not transport.get_write_buffer_size() and size < NO_WAIT_BYTES:
+            await writing
             return
         async with asyncio.timeout(self._client_idle_s):
-            await response.write(chunk)
+            await writing
 
     async def _break_off(
         self, request: web.Request, response: web.StreamResponse, error: UpstreamError

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from multidict import CIMultiDict, MultiMapping
 from opentelemetry.context import Context
@@ -31,6 +31,8 @@ SHUTDOWN_LIMIT_S = 2.0
 EXPORT_TIMEOUT_S = 5
 _NOISY = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
 
+_NO_SPAN: AbstractContextManager[Span] = nullcontext(INVALID_SPAN)
+
 
 class _Headers(Getter[MultiMapping[str]]):
     def get(self, carrier: MultiMapping[str], key: str) -> list[str] | None:
@@ -48,29 +50,23 @@ class Tracing:
         self._close = close
         self._propagator = TraceContextTextMapPropagator()
 
-    @contextmanager
-    def request(self, headers: MultiMapping[str], path: str, request_id: str) -> Iterator[Span]:
+    def request(self, headers: MultiMapping[str], path: str, request_id: str) -> AbstractContextManager[Span]:
         """The span of one request; a valid inbound ``traceparent`` is its parent, a malformed one is as
         none.
         """
         if self._tracer is None:
-            yield INVALID_SPAN
-            return
+            return _NO_SPAN
         parent: Context = self._propagator.extract(headers, getter=_Headers())
         attributes = {"url.path": shown(path), "warmroute.request_id": request_id}
-        with self._tracer.start_as_current_span(
+        return self._tracer.start_as_current_span(
             "warmroute.request", parent, kind=SpanKind.SERVER, attributes=attributes, record_exception=False
-        ) as span:
-            yield span
+        )
 
-    @contextmanager
-    def decide(self) -> Iterator[Span]:
+    def decide(self) -> AbstractContextManager[Span]:
         """The span of one decision, inside the request's."""
         if self._tracer is None:
-            yield INVALID_SPAN
-            return
-        with self._tracer.start_as_current_span("warmroute.decide", record_exception=False) as span:
-            yield span
+            return _NO_SPAN
+        return self._tracer.start_as_current_span("warmroute.decide", record_exception=False)
 
     def inject(self, headers: CIMultiDict[str]) -> None:
         """Makes the current span the parent of what the replica traces. Baggage passes as it came."""
