@@ -53,7 +53,12 @@ def table_of(results: dict[str, Replayed], title: str) -> Table:
     for name in ("requests", "hit rate", "TTFT mean", "p95", "p99", "load max/mean"):
         table.add_column(name, justify="right")
     for policy, one in results.items():
-        times = (f"{seconds:.2f} s" for seconds in (one.ttft_mean_s, one.ttft_p95_s, one.ttft_p99_s))
+        times = map(_duration, (one.ttft_mean_s, one.ttft_p95_s, one.ttft_p99_s))
         hit_rate, load = f"{100 * one.hit_rate:.1f} %", f"{one.load_max_over_mean:.2f}"
         table.add_row(policy, f"{one.requests:,}", hit_rate, *times, load)
     return table
+
+
+def _duration(seconds: float) -> str:
+    """As many digits as say something, so that a table of overloaded fleets fits 80 columns too."""
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"

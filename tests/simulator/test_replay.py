@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
+from simulator.comparison import table_of
 from simulator.fleet import Shape
-from simulator.replay import replay
+from simulator.replay import Replayed, replay
 from simulator.trace import read_trace, spread
 from warmroute import main
 
@@ -36,6 +39,21 @@ def test_replay_prints_the_numbers_of_each_policy(tmp_path: Path) -> None:
     assert said["cache-aware"]["requests"] == 20
     assert said["cache-aware"]["hit_rate"] == pytest.approx(19 * 1024 / (20 * 1030))
     assert "cache-aware" in CliRunner().invoke(main, arguments, catch_exceptions=False).stdout
+
+
+def test_a_row_of_an_overloaded_fleet_is_one_line_of_80_columns() -> None:
+    one = Replayed(
+        requests=123_456,
+        hit_rate=0.443,
+        ttft_mean_s=1372.56,
+        ttft_p95_s=13297.03,
+        ttft_p99_s=99.99,
+        load_max_over_mean=1.03,
+    )
+    terminal = Console(width=80, file=io.StringIO())
+    terminal.print(table_of({"least-loaded": one}, "title"))
+    rows = [line.split() for line in terminal.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["least-loaded", "123,456", "44.3", "%", "1,373", "s", "13,297", "s", "99.99", "s", "1.03"] in rows
 
 
 def test_replay_refuses_in_one_line(tmp_path: Path) -> None:
