@@ -7,6 +7,7 @@ import errno
 from events.schema import EventError
 
 MAX_PORT = 65535
+EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 class AddressError(EventError, ValueError):
@@ -24,9 +25,14 @@ def host_and_port(listen: str) -> tuple[str, int]:
 
 def http_url(host: str, port: int) -> str:
     """The URL of a server at ``host`` and ``port``; one that listens everywhere is named by loopback."""
-    if host in ("0.0.0.0", "::", "*"):
+    if host in EVERYWHERE:
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def not_only(host: str) -> str:
+    """What to say behind the URL of a server at ``host``: nothing, unless it has other addresses too."""
+    return " and every other address of this host" if host in EVERYWHERE else ""
 
 
 def offset_port(endpoint: str, rank: int) -> str:

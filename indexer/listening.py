@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from events.address import AddressError, cannot_listen, host_and_port, http_url
+from events.address import AddressError, cannot_listen, host_and_port, http_url, not_only
 from indexer.errors import ListenError, SettingsError
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ async def listening(app: web.Application, listen: str, *, quiet: bool = False) -
         except OSError as error:
             raise ListenError(cannot_listen(listen, error)) from error
         url = http_url(host, runner.addresses[0][1])
-        log.log(logging.DEBUG if quiet else logging.INFO, "listening on %s", url)
+        log.log(logging.DEBUG if quiet else logging.INFO, "listening on %s%s", url, not_only(host))
         yield url
     finally:
         await runner.cleanup()

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from events.address import host_and_port, http_url
+from events.address import host_and_port, http_url, not_only
 from router.app import RouterApp
 from router.errors import ListenError
 from router.processes import Worker
@@ -38,12 +38,12 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
             router.admin_url = await _open(stack, router, router.admin_app, "--admin-listen", host, port)
             if worker is not None:
                 worker.pages_at(urlsplit(router.admin_url).port or 0)
-            log.info("metrics and debug pages on %s", router.admin_url)
+            log.info("metrics and debug pages on %s%s", router.admin_url, not_only(host))
         host, port = host_and_port(settings.listen)
         port = port if worker is None else worker.port
         shared = worker is not None
         url = await _open(stack, router, router.app, "--listen", host, port, tls=router.tls, shared=shared)
-        log.info("listening on %s", url)
+        log.info("listening on %s%s", url, not_only(host))
         router.admin_url = router.admin_url or url
         yield url
         router.draining = True

@@ -15,7 +15,7 @@ from types import TracebackType
 import msgspec
 from aiohttp import web
 
-from events.address import AddressError, cannot_listen, host_and_port, http_url, offset_port
+from events.address import AddressError, cannot_listen, host_and_port, http_url, not_only, offset_port
 from events.curve import read_pair, read_public
 from events.publisher import Publisher, PublisherError
 from simulator import openai, tokenizer
@@ -293,7 +293,8 @@ async def serve(settings: EngineSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with Engine(settings) as engine:
-        log.info("listening on %s", engine.url)
+        host, _ = host_and_port(settings.listen)
+        log.info("listening on %s%s", engine.url, not_only(host))
         await stop.wait()
 
 

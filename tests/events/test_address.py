@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from events.address import host_and_port, http_url
+from events.address import host_and_port, http_url, not_only
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,9 @@ def test_what_is_no_address_is_refused_with_what_to_write(listen: str) -> None:
         ("*", "http://127.0.0.1:80"),
     ],
 )
-def test_the_url_is_one_that_can_be_opened(host: str, url: str) -> None:
+def test_the_url_is_one_that_can_be_opened_and_what_is_open_to_others_says_so(host: str, url: str) -> None:
     assert http_url(host, 80) == url
+    assert bool(not_only(host)) == (host in ("0.0.0.0", "::", "*"))
 
 
 @given(st.ip_addresses(), st.integers(0, 65535))
