@@ -17,7 +17,6 @@ from router.body import BodyPace, read_body
 from router.decider import Decider
 from router.decision_log import DecisionLog
 from router.errors import (
-    RETRY_AFTER_S,
     ConnectTimeoutError,
     DisconnectedError,
     RefusedError,
@@ -30,6 +29,16 @@ from router.exchange import CANCELLED, Exchange
 from router.feedback import Feedback
 from router.fleet import Fleet
 from router.headers import RANK, REQUEST_ID, Via, request_id_of, to_replica
+from router.journey import (
+    BROKEN,
+    CONNECT_TIMEOUT,
+    DISCONNECTED,
+    NONSENSE,
+    STALE,
+    UNREACHABLE,
+    AttemptFailedError,
+    Journey,
+)
 from router.kept import KeptAnswer, keep
 from router.metrics import RouterMetrics
 from router.plan import Plan, Planner
@@ -49,8 +58,6 @@ CLIENT_CLOSED_REQUEST = 499
 SWITCHING_PROTOCOLS = 101
 SERVER_ERRORS = frozenset(range(500, 600)) - {501, 505}
 """Those that another replica may not give; 501 and 505 are about the request."""
-UNREACHABLE, DISCONNECTED, STALE = "unreachable", "disconnected", "stale"
-CONNECT_TIMEOUT, NONSENSE, BROKEN = "connect-timeout", "nonsense", "broken"
 PROMPT_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
 REPEATABLE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "PUT", "DELETE"})
 """Doing it twice is doing it once (RFC 9110, section 9.2.2)."""
@@ -107,7 +114,7 @@ class Route:
         """The answer to any request under ``/v1/``."""
         request_id = request_id_of(request.headers)
         with self._tracing.request(request.headers, request.path, request_id) as span:
-            journey = _Journey(request_id, self._decider.policy.name)
+            journey = Journey(request_id, self._decider.policy.name)
             self._budget.requests += 1
             try:
                 response = await self._serve(request, journey, span)
@@ -133,7 +140,7 @@ class Route:
                 self._account(journey, span)
             return response
 
-    async def _serve(self, request: web.Request, journey: _Journey, span: Span) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, journey: Journey, span: Span) -> web.StreamResponse:
         body = await read_body(request, request.client_max_size, self._body_pace)
         with self._tracing.decide() as decide_span:
             plan = await self._plan(request, body, journey.request_id)
@@ -142,7 +149,7 @@ class Route:
         while True:
             try:
                 return await self._attempt(request, body, exchange, journey)
-            except _AttemptFailedError as failure:
+            except AttemptFailedError as failure:
                 self._note_failure(journey, failure)
             try:
                 self._check_retry(journey)
@@ -156,17 +163,17 @@ class Route:
                     raise
                 return await self._give_kept(request, journey, journey.answer)
 
-    def _check_retry(self, journey: _Journey) -> None:
+    def _check_retry(self, journey: Journey) -> None:
         """Raises RefusedError for a request that was tried often enough."""
         self._retries_at_failing(journey, False)
         rules = self._budget.rules
         if len(journey.failed) >= rules.attempts:
-            raise _out_of_attempts(journey.failed)
+            raise journey.out_of_attempts()
         if len(journey.killed) >= rules.deaths:
             self._metrics.retries_refused.labels("deaths").inc()
-            raise _deadly(journey.killed)
+            raise journey.deadly()
 
-    def _retries_at_failing(self, journey: _Journey, now: bool) -> None:
+    def _retries_at_failing(self, journey: Journey, now: bool) -> None:
         """Books whether the request is being tried again at a replica that fails."""
         self._budget.retries += now - journey.at_failing
         journey.at_failing = now
@@ -181,7 +188,7 @@ class Route:
         rank = pinned_rank(request.headers)
         return self._planner.other(request_id, body, path=request.path, headers=request.headers, rank=rank)
 
-    async def _find_room(self, plan: Plan, journey: _Journey, span: Span) -> Exchange:
+    async def _find_room(self, plan: Plan, journey: Journey, span: Span) -> Exchange:
         """The choice, when it is the request's turn."""
         pin = plan.picked.pin if plan.picked else None
         line = (plan.model if self._fleet.knows(plan.model) else None, plan.rank, pin)
@@ -192,7 +199,7 @@ class Route:
             error.retry_after = self._decider.retry_after_s(plan, len(self._waitlist))
             raise
 
-    def _choose(self, plan: Plan, journey: _Journey, span: Span) -> Exchange:
+    def _choose(self, plan: Plan, journey: Journey, span: Span) -> Exchange:
         """Decides and books. Nothing is awaited between the booking and the exchange that will release it."""
         attempt = len(journey.exchanges) + 1
         failing = self._fleet.outliers.failing() if journey.failed else frozenset()
@@ -205,7 +212,7 @@ class Route:
             if not barred:
                 raise
             self._metrics.retries_refused.labels("budget").inc()
-            raise _over_budget(journey.failed) from error
+            raise journey.over_budget() from error
         self._retries_at_failing(journey, decision.chosen[0] in failing)
         entry, outliers = self._decisions.add(decision), self._fleet.outliers
         exchange = Exchange(plan, entry, reservation, self._metrics, outliers, self._recorder, self._feedback)
@@ -220,11 +227,11 @@ class Route:
         return exchange
 
     async def _attempt(
-        self, request: web.Request, body: bytes, exchange: Exchange, journey: _Journey
+        self, request: web.Request, body: bytes, exchange: Exchange, journey: Journey
     ) -> web.StreamResponse:
         """Sends the request to the chosen replica and relays the answer.
 
-        Raises _AttemptFailedError for what may be tried elsewhere: no byte of an answer has been seen then.
+        Raises AttemptFailedError for what may be tried elsewhere: no byte of an answer has been seen then.
         """
         status = "500"
         try:
@@ -244,7 +251,7 @@ class Route:
             status = "broken" if relayed.failure is not None else str(answer.status)
             exchange.replica_failed = bool(exchange.replica_failed)
             return response
-        except _AttemptFailedError as failure:
+        except AttemptFailedError as failure:
             status = failure.code
             exchange.replica_failed = None if failure.code == STALE else True
             raise
@@ -262,26 +269,26 @@ class Route:
         repeatable = request.method in REPEATABLE_METHODS or request.path in REPEATABLE_PATHS
         return repeatable and self._retry_server_errors
 
-    def _may_go_on(self, request: web.Request, exchange: Exchange, journey: _Journey) -> bool:
+    def _may_go_on(self, request: web.Request, exchange: Exchange, journey: Journey) -> bool:
         """Whether there is somebody else to try after this one."""
         tried = journey.failed | {exchange.decision.chosen[0]}
         left = len(tried) < self._budget.rules.attempts
         return left and self._may_repeat(request) and self._decider.has_another(exchange.plan, tried)
 
     async def _keep(self, answer: UpstreamAnswer, exchange: Exchange) -> None:
-        """Puts a server error aside, for the case that nobody else can do better: raises _AttemptFailedError.
+        """Puts a server error aside, for the case that nobody else can do better: raises AttemptFailedError.
         Returns for one that is too long to be kept.
         """
         replica = exchange.decision.chosen[0]
         try:
             kept = await keep(answer)
         except UpstreamError as error:
-            raise _AttemptFailedError(replica, BROKEN, str(error), refused(error, replica)) from error
+            raise AttemptFailedError(replica, BROKEN, str(error), refused(error, replica)) from error
         if kept is not None:
-            raise _AttemptFailedError(replica, str(answer.status), f"answered {answer.status}", kept)
+            raise AttemptFailedError(replica, str(answer.status), f"answered {answer.status}", kept)
 
     async def _give_kept(
-        self, request: web.Request, journey: _Journey, kept: tuple[Exchange, KeptAnswer | RefusedError]
+        self, request: web.Request, journey: Journey, kept: tuple[Exchange, KeptAnswer | RefusedError]
     ) -> web.StreamResponse:
         """Nobody could do better: the client gets what the last replica said that said something."""
         journey.last, said = kept
@@ -291,7 +298,7 @@ class Route:
         return await relayed.relay(request, _ours(journey.last), client_idle_s=self._client_idle_s)
 
     async def _send(
-        self, request: web.Request, body: bytes, exchange: Exchange, journey: _Journey
+        self, request: web.Request, body: bytes, exchange: Exchange, journey: Journey
     ) -> UpstreamAnswer:
         name, rank = exchange.decision.chosen
         replica = self._fleet.replicas[name]
@@ -317,12 +324,12 @@ class Route:
                 raise UpstreamError("it switches protocols, which nobody asked for")
             return answer
         except ConnectTimeoutError as error:
-            raise _AttemptFailedError(name, CONNECT_TIMEOUT, str(error)) from error
+            raise AttemptFailedError(name, CONNECT_TIMEOUT, str(error)) from error
         except UnreachableError as error:
-            raise _AttemptFailedError(name, UNREACHABLE, str(error)) from error
+            raise AttemptFailedError(name, UNREACHABLE, str(error)) from error
         except DisconnectedError as error:
             if error.stale:
-                raise _AttemptFailedError(name, STALE, str(error)) from error
+                raise AttemptFailedError(name, STALE, str(error)) from error
             raise self._unanswered(request, name, DISCONNECTED, error) from error
         except UpstreamTimeoutError as error:
             # It may be at work on it: nobody else is asked to do the same.
@@ -342,26 +349,18 @@ class Route:
         """What becomes of a request that came to the replica and got no answer."""
         told = refused(error, name)
         if self._may_repeat(request):
-            return _AttemptFailedError(name, code, str(error), told if code == NONSENSE else None)
+            return AttemptFailedError(name, code, str(error), told if code == NONSENSE else None)
         self._fleet.failed(name, str(error), unreachable=False)
         return told
 
-    def _note_failure(self, journey: _Journey, failure: _AttemptFailedError) -> None:
-        """A kept-alive connection that had gone stale says nothing about the replica: the request is sent
-        again on a new one.
-        """
+    def _note_failure(self, journey: Journey, failure: AttemptFailedError) -> None:
+        """Tells the fleet; a kept-alive connection that had gone stale says nothing about the replica."""
         self._metrics.retries.labels(failure.replica, failure.code).inc()
-        if failure.code == STALE:
-            journey.stale = True
-            return
-        journey.failed.add(failure.replica)
-        if failure.code == DISCONNECTED:
-            journey.killed.add(failure.replica)
-        if failure.said is not None:
-            journey.answer = journey.exchanges[-1], failure.said
-        self._fleet.failed(failure.replica, str(failure), unreachable=failure.code == UNREACHABLE)
+        journey.note(failure)
+        if failure.code != STALE:
+            self._fleet.failed(failure.replica, str(failure), unreachable=failure.code == UNREACHABLE)
 
-    def _give_up(self, request: web.Request, journey: _Journey, error: Exception) -> web.StreamResponse:
+    def _give_up(self, request: web.Request, journey: Journey, error: Exception) -> web.StreamResponse:
         """The last resort for what nobody foresaw. An error's own words could quote the request."""
         kind, place = type(error).__name__, _place(error)
         self._throttled.warning(f"{kind} {place}", "a request failed unexpectedly: %s in %s", kind, place)
@@ -370,7 +369,7 @@ class Route:
         sorry = RefusedError(500, "InternalServerError", "the router failed; its log says where")
         return refusal(sorry, journey.policy, journey.headers())
 
-    def _account(self, journey: _Journey, span: Span) -> None:
+    def _account(self, journey: Journey, span: Span) -> None:
         last = journey.last
         decision = last.decision if last else None
         policy = decision.policy if decision else journey.policy
@@ -379,51 +378,6 @@ class Route:
         replica = decision.chosen[0] if decision and decision.chosen[0] in self._fleet.replicas else ""
         self._metrics.requests.labels(policy, replica, status).inc()
         describe_request(span, decision, status, last.actual_cached_tokens if last else None)
-
-
-class _AttemptFailedError(Exception):
-    """A replica that failed, while the client has seen no byte of an answer. ``code`` is for metrics;
-    ``said`` is what the client gets when no other replica can do better.
-    """
-
-    def __init__(
-        self, replica: str, code: str, message: str, said: KeptAnswer | RefusedError | None = None
-    ) -> None:
-        super().__init__(message)
-        self.replica = replica
-        self.code = code
-        self.said = said
-
-
-class _Journey:
-    """What one request has been through: its policy, its exchanges, the replicas that failed it, how it
-    ended.
-
-    ``last`` is the exchange that the client's answer is of; ``answer`` what a replica said that failed.
-    ``killed`` are those of ``failed`` that broke off without a word while they worked on it; ``at_failing``:
-    it is being tried again, at a replica that fails others too.
-    """
-
-    def __init__(self, request_id: str, policy: str) -> None:
-        self.request_id = request_id
-        self.policy = policy
-        self.exchanges: list[Exchange] = []
-        self.failed: set[str] = set()
-        self.killed: set[str] = set()
-        self.at_failing = False
-        self.stale = False
-        self.status: str | None = None
-        self.last: Exchange | None = None
-        self.answer: tuple[Exchange, KeptAnswer | RefusedError] | None = None
-
-    def headers(self) -> dict[str, str]:
-        """The headers for an answer of our own: the decision's, if it was the chosen replica that let us
-        down.
-        """
-        headers = {REQUEST_ID: self.request_id}
-        if self.last is not None and self.last.status.isdecimal():
-            headers |= self.last.decision.headers()
-        return headers
 
 
 def _ours(exchange: Exchange) -> dict[str, str]:
@@ -445,34 +399,3 @@ def _place(error: Exception) -> str:
     """Where it was raised, for a log that must not hold what it was raised about."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.name}, {PurePath(frame.filename).name}:{frame.lineno}"
-
-
-def _out_of_attempts(failed: set[str]) -> RefusedError:
-    return RefusedError(
-        503,
-        "ServiceUnavailableError",
-        f"no replica could be reached (tried {', '.join(sorted(failed))})",
-        retry_after=RETRY_AFTER_S,
-        reason="no replica reached",
-    )
-
-
-def _over_budget(failed: set[str]) -> RefusedError:
-    return RefusedError(
-        503,
-        "ServiceUnavailableError",
-        f"tried {', '.join(sorted(failed))}; the others fail too, and enough is being tried again there",
-        retry_after=RETRY_AFTER_S,
-        reason="retry budget used up",
-    )
-
-
-def _deadly(killed: set[str]) -> RefusedError:
-    """Engines die for other reasons too, but not often two in a row of one request."""
-    return RefusedError(
-        502,
-        "BadGatewayError",
-        f"replicas {', '.join(sorted(killed))} broke off while they worked on this request; "
-        "no other is asked",
-        reason="replicas died",
-    )
