@@ -18,7 +18,7 @@ from events.inbox import Inbox, StreamId
 from events.logs import Throttled
 from events.stream import Signal, Stream
 from events.subscriber import Source
-from indexer.bounds import Bounds, Eviction, step
+from indexer.bounds import Bounds
 from indexer.errors import (
     IndexerError,
     MapError,
@@ -29,24 +29,22 @@ from indexer.errors import (
 )
 from indexer.feedback import Answered
 from indexer.followed import Followed, PoisonError, Shared, stream_key, title
-from indexer.layout import PARTIAL_TTL_S, WAITING_TTL_S, StreamRecord
+from indexer.housekeeping import Housekeeping
+from indexer.layout import PARTIAL_TTL_S, StreamRecord
 from indexer.outcome import Outcome, refused
+from indexer.purges import Purges
 from indexer.registration import Registration
-from indexer.room import SHRINK, Room
+from indexer.room import Room
 from indexer.writer import Group, MapWriter
 
 log = logging.getLogger(__name__)
 
-COLLECT_SHARE = 16
-EVICT_STEPS = 16
 NO_BOUNDS = Bounds()
 IDLE_S = 0.1
 HEARTBEAT_S = 0.5
-READERS_CHECK_S = 60.0
 RECOVERY_PAUSE_S = 1.0
 
 Job = Callable[[Group], Any]
-Purging = tuple[StreamId, str | None]
 
 
 class Feed(Protocol):
@@ -80,21 +78,18 @@ class Ingest:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._writer = writer
-        self._eviction = Eviction(bounds)
         self._group_bytes = bounds.group_bytes
         self._feed = feed
         self._clock = clock
         self._warn = Throttled(log)
+        self._house = Housekeeping(writer, bounds, self._warn, clock)
         self._shared = Shared(writer, partial_ttl_s=partial_ttl_s, clock=clock, wall=wall)
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
         self._jobs: SimpleQueue[tuple[Job, Future[Any]]] = SimpleQueue()
-        self._purges: set[Purging] = set()
-        self._purges_later: dict[Purging, int] = {}  # and how often the engine had restarted then
+        self._purges = Purges(self._port_of, self.held)
         self._followed: dict[StreamId, Followed] = {}
         self._room = Room()
         self._beat_at = float("-inf")
-        self._check_readers_at = clock() + READERS_CHECK_S
-        self._sweeping = False
         self._running = False
         self._thread: threading.Thread | None = None
         self.failures = 0
@@ -144,7 +139,7 @@ class Ingest:
         A stream that is behind its engine is purged once more when it has caught up: what it still has to
         hear was said before.
         """
-        return self._job(lambda _: self._purges.add((stream, lora_name)))
+        return self._job(lambda _: self._purges.ask(stream, lora_name))
 
     def _job(self, job: Job) -> Future[Any]:
         """Carries out ``job`` in the next group; its result is there once that is committed."""
@@ -194,10 +189,10 @@ class Ingest:
         signals = self._feed.inbox.take(self._room.signals, patience_s, max_bytes=self._group_bytes)
         able = self._commit_or_put_back(signals)
         try:
-            self._keep_house()
+            self._house.keep()
         except MapError as error:
             self._note_failure(error)
-            able = self._make_room() and able
+            able = self._house.make_room() and able
         self._carry_out_commands()
         return able
 
@@ -215,7 +210,7 @@ class Ingest:
             self._note_failure(error)
             may_pass = not isinstance(error, TooLargeError)
             if may_pass and not isinstance(error, SlotsTakenError):
-                self._make_room()
+                self._house.make_room()
             return self._room.lacked(len(signals), self._shared.batches, may_pass=may_pass)
         finally:
             self._shared.most = None
@@ -223,18 +218,6 @@ class Ingest:
             self._room.had()
         self.trouble = None
         return True
-
-    def _make_room(self) -> bool:
-        """Frees entries, whatever the bounds say. False when not even that can be written."""
-        count = step(self._writer.streams.values())
-        while count:
-            try:
-                self._writer.make_room(count)
-            except MapError:
-                count //= SHRINK  # changing less takes less room
-            else:
-                return True
-        return False
 
     def _note_failure(self, error: Exception) -> None:
         self.failures += 1
@@ -253,42 +236,12 @@ class Ingest:
         same signals may come again.
         """
         self._commit_if_due(signals)
-        self._keep_house()
+        self._house.keep()
 
     def _commit_if_due(self, signals: list[tuple[StreamId, Signal]]) -> None:
         now = self._clock()
         if signals or now >= self._beat_at or not self._jobs.empty():
             self._commit(signals, now)
-
-    def _keep_house(self) -> None:
-        """Collects, evicts and forgets dead readers as far as it is due. Raises MapError."""
-        now = self._clock()
-        for _ in range(1 + self._writer.garbage // COLLECT_SHARE if self._writer.garbage else 0):
-            self._writer.collect()
-        self._keep_bounds()
-        if now >= self._check_readers_at:
-            self._writer.forget_dead_readers()
-            self._check_readers_at = now + READERS_CHECK_S
-            self._sweeping = any(record.waiting for record in self._writer.streams.values())
-        if self._sweeping:
-            self._sweeping = self._writer.sweep_waiting(self._writer.now() - WAITING_TTL_S)
-
-    def _keep_bounds(self) -> None:
-        for _ in range(EVICT_STEPS):
-            found = self._eviction.next(self._writer.used_bytes(), self._writer.streams.values())
-            if found is None:
-                return
-            count, record = found
-            whose = "all streams" if record is None else title(record.id)
-            self._warn.warning(
-                f"evict {whose}",
-                "at a bound (--map-budget, --max-blocks): forgetting the oldest conversations of %s",
-                whose,
-            )
-            if record is None:
-                self._writer.forget(count)
-            else:
-                self._writer.evict(count, record)
 
     def _commit(self, signals: list[tuple[StreamId, Signal]], now: float) -> None:
         jobs = [self._jobs.get_nowait() for _ in range(self._jobs.qsize())]
@@ -316,14 +269,14 @@ class Ingest:
             for stream in {stream for stream, _ in signals} & self._followed.keys():
                 self._followed[stream].note_state(group)
             results = [job(group) for job in jobs]
-            for stream, lora_name in self._purges | self._due_again():
+            for stream, lora_name in self._purges.due():
                 if (port := self._port_of(stream)) is not None:
                     port.purge(group, stream_key(stream), lora_name)
             for stream, followed in self._followed.items():
                 if not self._feed.inbox.depth(stream):  # none is silent while signals of it still wait
                     followed.tick(group, now)
                 followed.outlive(group)
-        self._purge_again_later()
+        self._purges.committed()
         self.groups += 1
         self._beat_at = now + HEARTBEAT_S
         for stream, followed in self._followed.items():
@@ -345,31 +298,6 @@ class Ingest:
         """The port that a stream's events come from; None for a stream that is not followed."""
         record = self._writer.streams.get(stream_key(stream))
         return None if record is None else self._followed.get(record.port)
-
-    def _due_again(self) -> set[Purging]:
-        """Purges of streams that were behind and have caught up, of the same engine process."""
-        return {
-            (stream, lora_name)
-            for (stream, lora_name), restarts in self._purges_later.items()
-            if not self._is_behind(stream) and self._restarts(stream) == restarts
-        }
-
-    def _purge_again_later(self) -> None:
-        """After a commit: what was purged of a stream that is behind is purged again when it is not."""
-        wanted = self._purges_later | {each: self._restarts(each[0]) for each in self._purges}
-        self._purges_later = {each: before for each, before in wanted.items() if self._is_behind(each[0])}
-        self._purges.clear()
-
-    def _restarts(self, stream: StreamId) -> int:
-        port = self._port_of(stream)
-        return port.machine.restarts if port is not None else 0
-
-    def _is_behind(self, stream: StreamId) -> bool:
-        """Whether batches that the engine said already are still to be applied, as far as can be told."""
-        port = self._port_of(stream)
-        return port is not None and (
-            port.machine.state not in ("live", "partial") or self.held(port.stream) > 0
-        )
 
     def _witness(self, group: Group, stream: StreamId, at: float, asked: float) -> None:
         """Signals that still wait may be of the process before: the next answer comes soon."""

@@ -31,7 +31,7 @@ def prompt(number: int, blocks: int = 10) -> list[int]:
 
 
 def bound(rig: Any, **bounds: int) -> None:
-    rig.ingest._eviction = Eviction(Bounds(**bounds))
+    rig.ingest._house.eviction = Eviction(Bounds(**bounds))
 
 
 # deciding

@@ -104,7 +104,7 @@ def test_a_full_disk_holds_what_it_can_and_the_oldest_make_room(
     disk = mounted(f"size={1 << 20}")
     rig = make_rig(disk.map, map_size=64 << 20)
     bounds = Bounds(16 << 20)
-    rig.ingest._eviction, rig.ingest._group_bytes = Eviction(bounds), bounds.group_bytes
+    rig.ingest._house.eviction, rig.ingest._group_bytes = Eviction(bounds), bounds.group_bytes
     a, hasher = rig.follow("A"), engine()
     hear(rig, a, hasher, range(60), 200)
     work_off(rig, a)

@@ -32,7 +32,7 @@ def prompt(number: int, blocks: int = 10) -> list[int]:
 
 
 def bound(rig: Any, **bounds: int) -> None:
-    rig.ingest._eviction = Eviction(Bounds(**bounds))
+    rig.ingest._house.eviction = Eviction(Bounds(**bounds))
 
 
 def names_of(rig: Any) -> dict[bytes, Name]:

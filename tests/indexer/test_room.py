@@ -26,7 +26,7 @@ def small(make_rig: Any, folder: Path, map_size: int, share: int = 4) -> Any:
     """A rig whose budget is the usual quarter of a small map, or another share."""
     rig = make_rig(folder, map_size=map_size)
     bounds = Bounds(map_size // share)
-    rig.ingest._eviction, rig.ingest._group_bytes = Eviction(bounds), bounds.group_bytes
+    rig.ingest._house.eviction, rig.ingest._group_bytes = Eviction(bounds), bounds.group_bytes
     return rig
 
 
