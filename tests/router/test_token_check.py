@@ -9,7 +9,7 @@ import json
 import random
 import threading
 from array import array
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import web
@@ -67,14 +67,29 @@ def state(router: Any) -> Any:
     return router.parts.tokenizers()[0].state
 
 
-async def test_ix09_the_engines_ids_come_from_the_local_tokenizer_without_asking(
-    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
-) -> None:
+class Agreed(NamedTuple):
+    """A router whose local tokenizer was found to be its one engine's; ``theirs`` is the engine's."""
+
+    theirs: Tokenize
+    engine: Any
+    lookup: Any
+    router: Any
+
+
+@pytest.fixture
+async def agreed(kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]) -> Agreed:
     theirs = Tokenize(folders["one"])
     engine = await start_engine(tokenize=theirs)
     lookup = kit.lookup(kit.matched("e0", 16))
     router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folders['one']}",))
     await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    return Agreed(theirs, engine, lookup, router)
+
+
+async def test_ix09_the_engines_ids_come_from_the_local_tokenizer_without_asking(
+    agreed: Agreed, folders: dict[str, str]
+) -> None:
+    theirs, _, lookup, router = agreed
     asked, rng = theirs.asked, random.Random(3)
     for _ in range(40):
         fields = {"model": "m", **chat(rng)}
@@ -139,13 +154,9 @@ async def test_ix09_the_way_to_give_content_is_learned_from_the_engine(
 
 
 async def test_ix09_an_engine_that_comes_back_with_another_tokenizer_is_noticed_at_once(
-    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+    agreed: Agreed, kit: Any, folders: dict[str, str]
 ) -> None:
-    theirs = Tokenize(folders["one"])
-    engine = await start_engine(tokenize=theirs)
-    lookup = kit.lookup(kit.matched("e0", 16))
-    router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folders['one']}",))
-    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    theirs, engine, lookup, router = agreed
     engine.health_status = 503
     await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].health == "down", "the engine is down")
     theirs.use(folders["two"])
@@ -249,12 +260,7 @@ async def test_px13_health_and_other_requests_are_answered_while_every_tokenizin
 @pytest.mark.parametrize(
     "prompt", ["text", ["a", "b"], [1, 2], [[1, 2], [3]], "", [], [[]], None, {"a": 1}, [1, "a"], ["a", 1], 5]
 )
-async def test_ix11_no_form_of_a_prompt_is_an_error_of_ours(
-    prompt: Any, kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
-) -> None:
-    engine = await start_engine(tokenize=Tokenize(folders["one"]))
-    lookup = kit.lookup(kit.matched("e0", 16))
-    router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folders['one']}",))
-    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+async def test_ix11_no_form_of_a_prompt_is_an_error_of_ours(prompt: Any, agreed: Agreed) -> None:
+    router = agreed.router
     assert (await router.complete(prompt)).status == 200
     assert (await router.complete(prompt_embeds="AAAA")).status == 200
