@@ -77,6 +77,8 @@ async def router_app(
     ``upstream`` and ``lookup`` take the place of what the settings would make. Raises SettingsError.
     """
     _check(settings)
+    if recorder is None and lookup is None:
+        _warn_of_no_index(settings)
     pass_header_bytes()
     tls, rng = Renewable(upstream_context(settings)), random.Random(settings.seed)
     async with AsyncExitStack() as stack:
@@ -139,6 +141,15 @@ def _check(settings: RouterSettings) -> None:
     if not (settings.replica or settings.dns or settings.replicas_file or settings.kubernetes):
         log.warning(
             "no replica is configured: every request will be answered with 503; give --replica NAME=URL"
+        )
+
+
+def _warn_of_no_index(settings: RouterSettings) -> None:
+    """Nothing else says it at the start: each request is served, by load."""
+    if POLICIES[settings.policy].uses_matches and settings.map is None and settings.indexer is None:
+        log.warning(
+            "--policy %s has no index to go by: requests will be routed by load; give --map or --indexer",
+            settings.policy,
         )
 
 

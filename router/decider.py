@@ -18,6 +18,7 @@ from router.replicas import StreamId
 from router.seats import Seats
 
 MOST_RETRY_AFTER_S = 30
+SEE = "/debug/replicas at --admin-listen says why"
 """Nobody is sent away for longer: replicas may come back, or be added."""
 
 
@@ -183,15 +184,15 @@ def _no_replica(fleet: Fleet, plan: Plan, failed: Collection[str]) -> RefusedErr
         pin = plan.picked.pin
         named = pin if isinstance(pin, str) else f"{pin[0]}/{pin[1]}"
         message, reason = (
-            f"the replica {named} that the request asks for cannot take it; /debug/replicas says why",
+            f"the replica {named} that the request asks for cannot take it; {SEE}",
             "the replica asked for cannot take it",
         )
     elif fleet.usable():
         wanted = f"model {plan.model}" if plan.rank is None else f"model {plan.model} with rank {plan.rank}"
         message, reason = (
-            f"no replica of {wanted} is healthy; /debug/replicas says why",
+            f"no replica of {wanted} is healthy; {SEE}",
             f"no healthy replica of {wanted}",
         )
     else:
-        message, reason = "no replica is healthy; /debug/replicas says why", "no healthy replica"
+        message, reason = f"no replica is healthy; {SEE}", "no healthy replica"
     return RefusedError(503, "ServiceUnavailableError", message, retry_after=RETRY_AFTER_S, reason=reason)

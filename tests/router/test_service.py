@@ -125,6 +125,20 @@ async def test_op03_without_index_tokenizer_and_collector_it_serves_by_load_and_
         assert ready.status == 200
 
 
+async def test_op03_a_router_that_has_no_index_to_go_by_says_so_at_its_start(
+    start_router: Any, tmp_path: Path, caplog: Any
+) -> None:
+    for settings, warned in (
+        ({}, True),
+        ({"policy": "session"}, False),
+        ({"map": str(tmp_path)}, False),
+        ({"indexer": "http://127.0.0.1:9"}, False),
+    ):
+        caplog.clear()
+        await start_router(**settings)
+        assert ("no index to go by" in caplog.text) == warned, settings
+
+
 async def test_px14_503_only_when_no_replica_is_healthy(
     start_engine: Any, start_router: Any, until: Any
 ) -> None:
@@ -134,6 +148,8 @@ async def test_px14_503_only_when_no_replica_is_healthy(
     await until(lambda: not router.parts.fleet.usable(), "it is down")
     response = await router.complete("x")
     assert (response.status, response.headers["x-warmroute-reason"]) == (503, "no healthy replica")
+    # /debug is not on the port that the client knows.
+    assert "--admin-listen" in (await response.json())["error"]["message"]
     engine.health_status = 200
     await until(lambda: bool(router.parts.fleet.usable()), "it is up")
     assert (await router.complete("x")).status == 200
