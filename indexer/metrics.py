@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from events.subscriber import Subscriber
 from indexer.errors import MapError
 from indexer.ingest import Ingest
-from indexer.reader import MapReader
+from indexer.reader import MapReader, StreamStatus
 from indexer.seeds import seeds
 
 STREAM = ["instance", "rank"]
@@ -92,77 +92,80 @@ class _Streams(Collector):
         )
 
     def _streams(self) -> Iterator[Metric]:
-        blocks = GaugeMetricFamily("warmroute_indexer_blocks", "Blocks held.", labels=STREAM)
-        holes = GaugeMetricFamily("warmroute_indexer_orphans", "Blocks behind a hole.", labels=STREAM)
-        unjudged = GaugeMetricFamily(
-            "warmroute_indexer_unjudged_groups",
-            "Attention groups of which it is not known what a hit needs.",
-            labels=STREAM,
-        )
-        state = GaugeMetricFamily(
-            "warmroute_indexer_stream_state", "1 for the state.", labels=[*STREAM, "state"]
-        )
-        trust = GaugeMetricFamily("warmroute_indexer_stream_weight", "Trust, 0 to 1.", labels=STREAM)
-        right = GaugeMetricFamily(
-            "warmroute_indexer_stream_accuracy",
-            "Share of the predicted tokens that were cached, averaged over answers.",
-            labels=STREAM,
-        )
-        corrections = GaugeMetricFamily(
-            "warmroute_indexer_corrections", "Blocks denied or believed by answers.", labels=[*STREAM, "kind"]
-        )
-        age = GaugeMetricFamily("warmroute_indexer_event_age_seconds", "Since the last batch.", labels=STREAM)
-        queue = GaugeMetricFamily("warmroute_indexer_queued", "Batches not yet applied.", labels=STREAM)
-        batches = CounterMetricFamily("warmroute_indexer_batches", "Applied batches.", labels=STREAM)
-        evicted = CounterMetricFamily("warmroute_indexer_evicted", "Blocks over a bound.", labels=STREAM)
-        dropped = CounterMetricFamily(
-            "warmroute_indexer_dropped_batches", "Batches that found a full queue.", labels=STREAM
-        )
-        skipped = CounterMetricFamily(
-            "warmroute_indexer_skipped", "What was left out of the map.", labels=[*STREAM, "reason"]
-        )
         streams = self._reader.streams()
         yield GaugeMetricFamily(
             "warmroute_indexer_hash_seeds",
             "Ways in which engines hash equal content, among those that can be compared.",
             value=len(set(seeds(status.record for status in streams).values())),
         )
+        families = _StreamFamilies()
         for status in streams:
-            record = status.record
-            label = [record.id[0], str(record.id[1])]
-            blocks.add_metric(label, record.blocks)
-            holes.add_metric(label, record.orphans)
-            unjudged.add_metric(label, len(record.unjudged))
-            state.add_metric([*label, status.state], 1)
-            trust.add_metric(label, status.weight)
-            right.add_metric(label, 1.0 - record.wrong)
-            corrections.add_metric([*label, "denied"], record.denied)
-            corrections.add_metric([*label, "believed"], record.believed)
-            if record.event_at is not None:
-                age.add_metric(label, max(0.0, time.time() - record.event_at))
-            queue.add_metric(label, self._ingest.held(record.port))
-            if record.rank is None:
-                dropped.add_metric(label, self._subscriber.inbox.overflows[record.port])
-            batches.add_metric(label, record.counters.batches)
-            evicted.add_metric(label, record.counters.evicted)
-            faults = self._subscriber.faults.of(record.id)
-            for reason, count in [*record.counters.skipped.items(), *faults.items()]:
-                skipped.add_metric([*label, reason], count)
-        yield from (
-            blocks,
-            holes,
-            unjudged,
-            state,
-            trust,
-            right,
-            corrections,
-            age,
-            queue,
-            batches,
-            evicted,
-            dropped,
-            skipped,
-        )
+            families.add(status, self._ingest, self._subscriber)
+        yield from families.all()
         yield GaugeMetricFamily(
             "warmroute_indexer_map_used_bytes", "Pages that hold entries.", value=self._reader.used_bytes()
         )
+
+
+class _StreamFamilies:
+    """The metrics that each stream has."""
+
+    def __init__(self) -> None:
+        self.blocks = GaugeMetricFamily("warmroute_indexer_blocks", "Blocks held.", labels=STREAM)
+        self.holes = GaugeMetricFamily("warmroute_indexer_orphans", "Blocks behind a hole.", labels=STREAM)
+        self.unjudged = GaugeMetricFamily(
+            "warmroute_indexer_unjudged_groups",
+            "Attention groups of which it is not known what a hit needs.",
+            labels=STREAM,
+        )
+        self.state = GaugeMetricFamily(
+            "warmroute_indexer_stream_state", "1 for the state.", labels=[*STREAM, "state"]
+        )
+        self.trust = GaugeMetricFamily("warmroute_indexer_stream_weight", "Trust, 0 to 1.", labels=STREAM)
+        self.right = GaugeMetricFamily(
+            "warmroute_indexer_stream_accuracy",
+            "Share of the predicted tokens that were cached, averaged over answers.",
+            labels=STREAM,
+        )
+        self.corrections = GaugeMetricFamily(
+            "warmroute_indexer_corrections", "Blocks denied or believed by answers.", labels=[*STREAM, "kind"]
+        )
+        self.age = GaugeMetricFamily(
+            "warmroute_indexer_event_age_seconds", "Since the last batch.", labels=STREAM
+        )
+        self.queue = GaugeMetricFamily("warmroute_indexer_queued", "Batches not yet applied.", labels=STREAM)
+        self.batches = CounterMetricFamily("warmroute_indexer_batches", "Applied batches.", labels=STREAM)
+        self.evicted = CounterMetricFamily("warmroute_indexer_evicted", "Blocks over a bound.", labels=STREAM)
+        self.dropped = CounterMetricFamily(
+            "warmroute_indexer_dropped_batches", "Batches that found a full queue.", labels=STREAM
+        )
+        self.skipped = CounterMetricFamily(
+            "warmroute_indexer_skipped", "What was left out of the map.", labels=[*STREAM, "reason"]
+        )
+
+    def add(self, status: StreamStatus, ingest: Ingest, subscriber: Subscriber) -> None:
+        record = status.record
+        label = [record.id[0], str(record.id[1])]
+        self.blocks.add_metric(label, record.blocks)
+        self.holes.add_metric(label, record.orphans)
+        self.unjudged.add_metric(label, len(record.unjudged))
+        self.state.add_metric([*label, status.state], 1)
+        self.trust.add_metric(label, status.weight)
+        self.right.add_metric(label, 1.0 - record.wrong)
+        self.corrections.add_metric([*label, "denied"], record.denied)
+        self.corrections.add_metric([*label, "believed"], record.believed)
+        if record.event_at is not None:
+            self.age.add_metric(label, max(0.0, time.time() - record.event_at))
+        self.queue.add_metric(label, ingest.held(record.port))
+        if record.rank is None:
+            self.dropped.add_metric(label, subscriber.inbox.overflows[record.port])
+        self.batches.add_metric(label, record.counters.batches)
+        self.evicted.add_metric(label, record.counters.evicted)
+        faults = subscriber.faults.of(record.id)
+        for reason, count in [*record.counters.skipped.items(), *faults.items()]:
+            self.skipped.add_metric([*label, reason], count)
+
+    def all(self) -> Iterable[Metric]:
+        """In the order in which they are above."""
+        metrics: dict[str, Metric] = vars(self)
+        return metrics.values()
