@@ -145,13 +145,12 @@ def _message(message: Any, content_format: ContentFormat, media: _Media) -> dict
 def _content(
     content: Any, role: str, content_format: ContentFormat, media: _Media
 ) -> str | list[dict[str, Any]]:
-    parts = (
-        [{"type": "text", "text": content}]
-        if isinstance(content, str)
-        else []
-        if content is None
-        else content
-    )
+    if isinstance(content, str):
+        if role == "system" and content.startswith(_BILLING_HEADER):
+            raise InexactError("billing-header")
+        as_parts = content_format == "openai" and role != "tool"
+        return [{"type": "text", "text": content}] if as_parts else content
+    parts = [] if content is None else content
     if not isinstance(parts, list):
         raise InexactError("content")
     made = [_part(part, role, media) for part in parts]

@@ -169,7 +169,8 @@ class Planner:
             parsed, unread = RequestBody(model=error.model), fallback.UNREADABLE_BODY
         if not self._fleet.knows(parsed.model):
             await self._fleet.refresh()
-        parsed = msgspec.structs.replace(parsed, model=self._fleet.meant(parsed.model))
+        if not parsed.model:
+            parsed = msgspec.structs.replace(parsed, model=self._fleet.meant(parsed.model))
         picked = self._rules.pick(parsed.model, path, headers, list(self._fleet.replicas))
         policy = picked.policy
         plan = Plan(
