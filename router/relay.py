@@ -120,9 +120,9 @@ class RelayedAnswer:
             if not self._begun:
                 self._begun = True
                 self._on_first_byte()
-                if not response.prepared:
-                    await response.prepare(request)
             self.tap.feed(chunk)
+            if not response.prepared:
+                await response.prepare(request)
             await self._write(request, response, self._unasked.feed(chunk) if self._unasked else chunk)
             self.complete = self.tap.done
         self.complete = True
