@@ -276,6 +276,23 @@ def test_relay_cost(backend: Callable[..., list[int]], tmp_path: Path) -> None:
     console.print(streams)
 
 
+@needs_tools
+def test_plain_relay_cost(backend: Callable[..., list[int]], tmp_path: Path) -> None:
+    """By round robin: no tokens are made and no map is read."""
+    os.sched_setaffinity(0, {CORES[-1]})
+    ports = backend()
+    pace(ports[0], chunks=CHUNKS, delay_us=0)
+    router = ours(ports, tmp_path, "--policy", "round-robin")
+    try:
+        router.await_health(60)
+        time.sleep(5)
+        cost = asyncio.run(request_cost(router, router.port, warm=True))
+    finally:
+        router.end()
+    told = ", ".join(f"{size} {cost.cpu_us[size]:,.0f}" for size in SIZES)
+    print(f"\nCPU us a request by round robin: {told}; load {os.getloadavg()[0]:.1f}")
+
+
 async def health_ms(port: int, over: asyncio.Event) -> list[float]:
     """What ``/health`` takes, asked every 100 ms on connections of its own."""
     taken = []
