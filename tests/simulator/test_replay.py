@@ -14,7 +14,7 @@ from simulator.replay import Replayed, replay
 from simulator.trace import read_trace, spread
 from warmroute import main
 
-MOONCAKE = Path("/work/shared/data/mooncake_conversation_trace.jsonl")
+MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_conversation_trace.jsonl"
 NUMBERS = {
     "requests",
     "hit_rate",
