@@ -90,7 +90,7 @@ def by_kind(path: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_kubernetes_manifest_starts_a_router_and_an_indexer_that_share_a_map() -> None:
-    manifest = by_kind("kubernetes/warmroute.yaml")
+    manifest = by_kind("compose/kubernetes.yaml")
     pod = manifest["Deployment"]["spec"]["template"]
     containers = {each["name"]: each for each in pod["spec"]["containers"]}
     indexer, router = (settings_of(containers[name]["args"]) for name in ("indexer", "router"))
@@ -111,7 +111,7 @@ def test_the_kubernetes_manifest_starts_a_router_and_an_indexer_that_share_a_map
 
 
 def test_the_kubernetes_manifest_lets_in_whom_it_should_and_may_do_what_it_must() -> None:
-    manifest = by_kind("kubernetes/warmroute.yaml")
+    manifest = by_kind("compose/kubernetes.yaml")
     pod = manifest["Deployment"]["spec"]["template"]
     labels = pod["metadata"]["labels"]
     account = manifest["ServiceAccount"]["metadata"]["name"]

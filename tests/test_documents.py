@@ -31,7 +31,7 @@ OTHERS_FLAGS = {
     *("--enable-prompt-tokens-details", "--exclude-tools-when-tool-choice-none", "--kv-events-config"),
     *("--max-num-seqs", "--router"),
 }
-FOLDERS = ("compose", "docs", "kubernetes", "tests", *warmroute.PACKAGES)
+FOLDERS = ("compose", "docs", "tests", *warmroute.PACKAGES)
 
 
 def text_of(document: str) -> str:
