@@ -1,7 +1,8 @@
 """Memory and file size while blocks come and go, with as many held at any time.
 
-``WARMROUTE_BENCH_CHURN`` sets how many are stored and removed, ten million unless set. The batches go to the
-ingest in this process, without ZeroMQ, in groups as they come from it under load.
+``WARMROUTE_BENCH_CHURN`` sets how many are stored and removed, ten million unless set; below two million a
+quarter of them is not enough to fill the caches first. The batches go to the ingest in this process, without
+ZeroMQ, in groups as they come from it under load.
 """
 
 from __future__ import annotations
