@@ -45,6 +45,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "engine": EngineSettings,
 }
 PREFIX = "WARMROUTE_"
+CURVE_FIELDS = ("curve_key", "curve_server", "curve_client")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 SOURCES = {"DEFAULT": "default", "DEFAULT_MAP": "config file", "ENVIRONMENT": "environment"}
@@ -80,13 +81,14 @@ def _told(error: click.UsageError) -> str:
 # settings: one struct a section, made into flags, environment variables and TOML keys
 
 
-def settings_options(section: type[msgspec.Struct]) -> Callable[[Any], Any]:
-    """A click option for each field of a settings struct."""
+def settings_options(section: type[msgspec.Struct], only: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """A click option for each field of a settings struct, or for those named alone."""
     hints = get_type_hints(section, include_extras=True)
 
     def decorate(command: Any) -> Any:
         for field in reversed(msgspec.structs.fields(section)):
-            command = _option(field, hints[field.name])(command)
+            if not only or field.name in only:
+                command = _option(field, hints[field.name])(command)
         return command
 
     return decorate
@@ -255,8 +257,10 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
     if config is not None:
         tables = _read_config(config)
         routing = tables.get("router", {})
-        doctor_map = {name: routing[name] for name in ("replica", "indexer") if name in routing}
-        context.default_map = {**tables, "record": routing, "doctor": doctor_map}
+        indexing = tables.get("indexer", {})
+        keys = {name: indexing[name] for name in CURVE_FIELDS if name in indexing}
+        looked_at = {name: routing[name] for name in ("replica", "indexer") if name in routing}
+        context.default_map = {**tables, "record": routing | keys, "doctor": looked_at | keys}
 
 
 @main.group(invoke_without_command=True, subcommand_metavar="[COMMAND DIR]")
@@ -429,7 +433,8 @@ def engine(**values: Any) -> None:
     help="How long to listen, seconds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def doctor(replica: tuple[str, ...], indexer: str | None, wait_s: float, as_json: bool) -> None:
+@settings_options(IndexerSettings, CURVE_FIELDS)
+def doctor(replica: tuple[str, ...], indexer: str | None, wait_s: float, as_json: bool, **keys: Any) -> None:
     """Says why no events come of a replica, or that all is well.
 
     Looks at its HTTP API and metrics, its event and replay ports, listens to its events, and asks the
@@ -439,7 +444,7 @@ def doctor(replica: tuple[str, ...], indexer: str | None, wait_s: float, as_json
     if not replica and indexer is None:
         raise StartError("give --replica LINE, --indexer URL, or both")
     try:
-        findings = asyncio.run(_examine(replica, indexer, wait_s))
+        findings = asyncio.run(_examine(replica, indexer, wait_s, _curve(keys)))
     except ERRORS as error:
         raise StartError(str(error)) from error
     if as_json:
@@ -450,9 +455,17 @@ def doctor(replica: tuple[str, ...], indexer: str | None, wait_s: float, as_json
         raise SystemExit(1)
 
 
-async def _examine(lines: tuple[str, ...], indexer: str | None, wait_s: float) -> list[Any]:
+def _curve(keys: dict[str, Any]) -> Any:
+    """The keys for events that the options of :data:`CURVE_FIELDS` name. Raises EventError."""
+    from events.curve import read_curve  # noqa: PLC0415
+
+    return read_curve(*(keys[name] for name in CURVE_FIELDS))
+
+
+async def _examine(lines: tuple[str, ...], indexer: str | None, wait_s: float, curve: Any) -> list[Any]:
     import aiohttp  # noqa: PLC0415
 
+    from events.names import NameResolver  # noqa: PLC0415
     from router.doctor import examine  # noqa: PLC0415
     from router.replicas import checked_url, parse_replicas  # noqa: PLC0415
 
@@ -460,8 +473,10 @@ async def _examine(lines: tuple[str, ...], indexer: str | None, wait_s: float) -
     if indexer is not None:
         checked_url("--indexer", indexer)
     with Console(stderr=True).status(Text(f"looking, and listening for {wait_s:g} s")):
-        async with aiohttp.ClientSession() as session:
-            return [finding async for finding in examine(specs, indexer, session, wait_s=wait_s)]
+        connector = aiohttp.TCPConnector(resolver=NameResolver())
+        async with aiohttp.ClientSession(connector=connector) as session:
+            looks = examine(specs, indexer, session, wait_s=wait_s, curve=curve)
+            return [finding async for finding in looks]
 
 
 def _print_findings(findings: list[Any]) -> None:
@@ -482,6 +497,7 @@ def _print_findings(findings: list[Any]) -> None:
     is_flag=True,
     help="Hold each request until the one before is done and quiet, so that `verify` can check all of them.",
 )
+@settings_options(IndexerSettings, CURVE_FIELDS)
 @settings_options(RouterSettings)
 def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
     """Records what engines publish, and the requests sent through it, for `warmroute verify`.
@@ -491,9 +507,11 @@ def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
     """
     from router.recorder import record as run_record  # noqa: PLC0415
 
+    keys = {name: values.pop(name) for name in CURVE_FIELDS}
     try:
-        done = asyncio.run(run_record(_settings("router", values), output, one_at_a_time=one_at_a_time))
-    except RouterError as error:
+        settings, curve = _settings("router", values), _curve(keys)
+        done = asyncio.run(run_record(settings, output, one_at_a_time=one_at_a_time, curve=curve))
+    except (EventError, RouterError) as error:
         raise StartError(str(error)) from error
     counts = f"{done.events} event batches, {done.requests} requests, {done.checkable} of them checkable"
     click.echo(f"{output}: {counts}; check them with: warmroute verify {output}", err=True)

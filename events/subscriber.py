@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.contexts import Context, Contexts
-from events.curve import Curve, Gate, speak_as_client, speak_as_server
+from events.curve import Curve, Gate, refusal, speak_as_client, speak_as_server
 from events.inbox import Inbox, StreamId
 from events.logs import Throttled
 from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
@@ -341,12 +341,15 @@ class Subscriber:
         """Has a socket demand the keys that are known of its peer."""
         if self._curve is None:
             return
-        server = self._curve.server_of(source.peer)
+        server = self._server_key(source)
         if binds:
             if self._gate is not None:
                 speak_as_server(socket, self._curve.own, gated=True)
         elif server is not None:
             speak_as_client(socket, self._curve.own, server)
+
+    def _server_key(self, source: Source) -> bytes | None:
+        return None if self._curve is None else self._curve.server_of(source.peer)
 
     def _socket(self, context: Context, kind: int, high_water: int) -> zmq.Socket[bytes]:
         """A socket that gives up on a silent peer, and on messages that no engine sends."""
@@ -435,7 +438,7 @@ class Subscriber:
         return changes, joined
 
     def _note_handshake(self, live: _Live, event: int) -> None:
-        """Says of a stream whose peer we connect to that the two do not get on: most often it is the keys."""
+        """Says of a stream whose peer we connect to why the two do not get on: most often it is the keys."""
         if live.binds or event not in (*_REFUSALS, zmq.EVENT_HANDSHAKE_SUCCEEDED):
             return
         for stream in live.streams:
@@ -443,9 +446,8 @@ class Subscriber:
                 self.faults.broken.pop(stream, None)
                 continue
             self.faults.count(stream, "handshake")
-            self.faults.broken[stream] = (
-                f"no handshake with {live.address}: a CURVE key is missing or another one, or it is no ZeroMQ"
-            )
+            keyed = self._server_key(live.source) is not None
+            self.faults.broken[stream] = refusal(live.address, event, keyed=keyed)
             self._warn.warning(f"handshake {stream}", "%s: %s", stream, self.faults.broken[stream])
 
     def _reopen_cut(self) -> None:

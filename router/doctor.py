@@ -16,8 +16,10 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from events.curve import Curve
 from events.engine_metrics import EngineMetrics, read_engine_metrics
 from events.inbox import StreamId
+from events.names import look_up
 from events.schema import BlockStored, PayloadError, decode
 from events.stream import Frame, Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
@@ -49,9 +51,13 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Heard(msgspec.Struct):
-    """What came of one rank's port: batches now, batches in its replay (None: it did not answer)."""
+    """What came of one rank's port: batches now, batches in its replay (None: it did not answer).
+
+    ``refused`` says why there was no handshake at all.
+    """
 
     batches: int = 0
+    refused: str | None = None
     replayed: int | None = None
     block_sizes: set[int] = msgspec.field(default_factory=set)
     unreadable: int = 0
@@ -88,10 +94,14 @@ async def examine(
     session: aiohttp.ClientSession,
     *,
     wait_s: float = 5.0,
+    curve: Curve | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[Finding]:
-    """Looks at the replicas at the same time, then at the indexer. Waits ``wait_s`` seconds for events."""
-    looks = [_Examination(spec, session, wait_s, clock).findings() for spec in specs]
+    """Looks at the replicas at the same time, then at the indexer. Waits ``wait_s`` seconds for events.
+
+    ``curve`` are the keys for events, with servers by the names of the replicas.
+    """
+    looks = [_Examination(spec, session, wait_s, curve, clock).findings() for spec in specs]
     for findings in await asyncio.gather(*looks):
         for finding in findings:
             yield finding
@@ -104,11 +114,17 @@ class _Examination:
     """One replica, check by check; what the first checks find decides what the later ones can."""
 
     def __init__(
-        self, spec: ReplicaSpec, session: aiohttp.ClientSession, wait_s: float, clock: Callable[[], float]
+        self,
+        spec: ReplicaSpec,
+        session: aiohttp.ClientSession,
+        wait_s: float,
+        curve: Curve | None,
+        clock: Callable[[], float],
     ) -> None:
         self._spec = spec
         self._web = _Web(session, spec.url)
         self._wait_s = wait_s
+        self._curve = curve
         self._clock = clock
         self._findings: list[Finding] = []
 
@@ -124,7 +140,7 @@ class _Examination:
         sources = configured_sources(self._spec) or await self._told_sources()
         there = [source for source in sources if await self._has_port(source)]
         if there:
-            heard = await _Ear(there, self._wait_s, self._clock).listen()
+            heard = await _Ear(self._spec.name, there, self._wait_s, self._curve, self._clock).listen()
             after = await self._metrics()
             done = (after.requests or 0) - (before.requests or 0)
             for source in there:
@@ -216,6 +232,9 @@ class _Examination:
 
     def _look_at_events(self, source: EventSource, heard: Heard, done: int, said: EngineMetrics) -> None:
         check = f"rank {source.rank} events"
+        if heard.refused is not None:
+            self._say(check, "bad", heard.refused, self._key_fix())
+            return
         if heard.unreadable:
             found = f"{heard.unreadable} batches that are none"
             self._say(
@@ -238,6 +257,12 @@ class _Examination:
         self._look_at_replay(source, heard)
         self._look_at_block_size(source, heard, said)
 
+    def _key_fix(self) -> str:
+        name = self._spec.name
+        if self._curve is None or self._curve.server_of(name) is None:
+            return f"give --curve-key FILE, and --curve-server {name}=FILE: the public key of what serves it"
+        return f"compare --curve-server {name}=FILE (or *=FILE) with its key, and have it let our own in"
+
     def _look_at_replay(self, source: EventSource, heard: Heard) -> None:
         check = f"rank {source.rank} replay"
         if source.replay_endpoint is None:
@@ -245,7 +270,7 @@ class _Examination:
             self._say(check, "warning", "none: after a reconnect nothing counts until the next batch", fix)
         elif heard.replayed is None:
             found = f"{source.replay_endpoint} does not answer in {REPLAY_TIMEOUT_S:g} s"
-            self._say(check, "bad", found, "is this the replay port of this rank?")
+            self._say(check, "bad", found, "is this the replay port of this rank, with its keys?")
         else:
             self._say(check, "ok", f"answers with {heard.replayed} batches")
 
@@ -268,20 +293,42 @@ async def _connect(endpoint: str) -> str | None:
         return None
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(found[1], int(found[2]))
+            await _reach(found[1], int(found[2]))
     except TimeoutError:
         return f"no connection in {CONNECT_TIMEOUT_S:g} s"
     except OSError as error:
         return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-    writer.close()
     return None
 
 
-class _Ear:
-    """Listens to some ranks, live and to their replays."""
+async def _reach(host: str, port: int) -> None:
+    """Connects once. Raises OSError: what the last of the host's addresses answered."""
+    failure = OSError(f"{host} has no address")
+    for *_, address in await look_up(host, port):
+        try:
+            _, writer = await asyncio.open_connection(*address[:2])
+        except OSError as error:
+            failure = error
+        else:
+            writer.close()
+            return
+    raise failure
 
-    def __init__(self, sources: Sequence[EventSource], wait_s: float, clock: Callable[[], float]) -> None:
+
+class _Ear:
+    """Listens to some ranks of a replica, live and to their replays."""
+
+    def __init__(
+        self,
+        replica: str,
+        sources: Sequence[EventSource],
+        wait_s: float,
+        curve: Curve | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._replica = replica
         self._sources = sources
+        self._curve = curve
         self._wait_s = wait_s
         self._clock = clock
         self._heard = {source.rank: Heard() for source in sources}
@@ -289,24 +336,28 @@ class _Ear:
 
     async def listen(self) -> dict[int, Heard]:
         """What was heard, by rank, in the time to wait; a replay that is under way may take longer."""
-        subscriber = Subscriber()
+        subscriber = Subscriber(curve=self._curve)
         try:
             for source in self._sources:
-                subscriber.add(source.rank, Source(source.endpoint, replay=source.replay_endpoint))
+                address = Source(source.endpoint, replay=source.replay_endpoint, peer=self._replica)
+                subscriber.add(source.rank, address)
                 subscriber.ask_replay(source.rank, 1, 0)
             begun = self._clock()
             while self._clock() < begun + self._wait_s or (
-                self._clock() < begun + REPLAY_TIMEOUT_S and self._awaits_replay
+                self._clock() < begun + REPLAY_TIMEOUT_S and self._awaits_replay(subscriber)
             ):
                 await asyncio.to_thread(self._take, subscriber)
+            for rank, heard in self._heard.items():
+                heard.refused = subscriber.faults.broken.get(rank)
         finally:
             await asyncio.to_thread(subscriber.close)
         return self._heard
 
-    @property
-    def _awaits_replay(self) -> bool:
-        with_replay = [source.rank for source in self._sources if source.replay_endpoint]
-        return any(self._heard[rank].replayed is None for rank in with_replay)
+    def _awaits_replay(self, subscriber: Subscriber) -> bool:
+        """Of a rank that refuses its events no replay is looked at."""
+        refused = subscriber.faults.broken
+        asked = [source.rank for source in self._sources if source.replay_endpoint]
+        return any(self._heard[rank].replayed is None for rank in asked if rank not in refused)
 
     def _take(self, subscriber: Subscriber) -> None:
         for rank, signal in subscriber.inbox.take(1_000, LISTEN_STEP_S):

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from events.curve import Curve
 from events.inbox import StreamId
 from events.logs import Throttled
 from events.recording import (
@@ -218,14 +219,14 @@ def _json_object(body: bytes) -> dict[str, Any]:
 class _Taps:
     """Follows the event sources of the fleet, as they become known: their history first, then live."""
 
-    def __init__(self, fleet: Fleet, recorder: TrafficRecorder) -> None:
+    def __init__(self, fleet: Fleet, recorder: TrafficRecorder, curve: Curve | None) -> None:
         self._fleet = fleet
         self._recorder = recorder
         self._loop = asyncio.get_running_loop()
         self._followed: dict[StreamId, Source] = {}
         self._histories: dict[StreamId, _History] = {}
         self._modelled: set[str] = set()
-        self._subscriber = Subscriber(tap=self._tapped)
+        self._subscriber = Subscriber(tap=self._tapped, curve=curve)
 
     def _tapped(self, stream: StreamId, frames: list[bytes]) -> None:
         self._loop.call_soon_threadsafe(self._recorder.published, str(stream), time.time(), frames)
@@ -249,7 +250,13 @@ class _Taps:
             for found in replica.sources:
                 name = source_name(replica.name, found.rank)
                 address = found.endpoint.removeprefix("bind:")
-                source = Source(address, address != found.endpoint, found.topic, found.replay_endpoint)
+                source = Source(
+                    address,
+                    binds=address != found.endpoint,
+                    topic=found.topic,
+                    replay=found.replay_endpoint,
+                    peer=replica.name,
+                )
                 if self._followed.get(name) != source:
                     self._follow(name, source)
 
@@ -301,8 +308,12 @@ def _one_at_a_time(recorder: TrafficRecorder) -> Any:
     return middleware
 
 
-async def record(settings: RouterSettings, output: Path, *, one_at_a_time: bool) -> TrafficRecorder:
-    """Records until SIGTERM or SIGINT. Raises RouterError when it cannot start."""
+async def record(
+    settings: RouterSettings, output: Path, *, one_at_a_time: bool, curve: Curve | None = None
+) -> TrafficRecorder:
+    """Records until SIGTERM or SIGINT. ``curve`` are the keys for events. Raises RouterError when it cannot
+    start.
+    """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -311,7 +322,7 @@ async def record(settings: RouterSettings, output: Path, *, one_at_a_time: bool)
         async with router_app(settings, recorder=recorder) as router:
             if one_at_a_time:
                 router.app.middlewares.append(_one_at_a_time(recorder))
-            await _record(router, recorder, stop)
+            await _record(router, recorder, curve, stop)
     except RouterError:
         recorder.discard()  # Nothing was recorded: the command can be given again.
         raise
@@ -320,8 +331,10 @@ async def record(settings: RouterSettings, output: Path, *, one_at_a_time: bool)
     return recorder
 
 
-async def _record(router: RouterApp, recorder: TrafficRecorder, stop: asyncio.Event) -> None:
-    taps = asyncio.create_task(_Taps(router.fleet, recorder).follow())
+async def _record(
+    router: RouterApp, recorder: TrafficRecorder, curve: Curve | None, stop: asyncio.Event
+) -> None:
+    taps = asyncio.create_task(_Taps(router.fleet, recorder, curve).follow())
     try:
         async with listening(router):
             await stop.wait()

@@ -1,8 +1,10 @@
 """EV-32, OP-04: why no events come, said by `warmroute doctor`: simulated engines, and such as are ill."""
 
+import asyncio
 import json
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from click.testing import CliRunner
 
+from events.curve import Curve, read_curve, write_pair
 from events.publisher import Publisher
-from router.doctor import Finding, examine
+from router.doctor import Finding, _connect, examine
 from router.replicas import parse_replicas
 from simulator.engine import Engine
 from simulator.settings import EngineSettings
@@ -32,9 +35,13 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def look(
-    session: aiohttp.ClientSession, *lines: str, indexer: str | None = None, wait_s: float = 0.3
+    session: aiohttp.ClientSession,
+    *lines: str,
+    indexer: str | None = None,
+    wait_s: float = 0.3,
+    curve: Curve | None = None,
 ) -> dict[tuple[str, str], Finding]:
-    found = examine(parse_replicas(lines), indexer, session, wait_s=wait_s)
+    found = examine(parse_replicas(lines), indexer, session, wait_s=wait_s, curve=curve)
     return {(finding.of, finding.check): finding async for finding in found}
 
 
@@ -88,6 +95,32 @@ async def test_ev32_all_is_well_with_an_engine_that_publishes_and_replays(
     assert findings["e0", "rank 1 replay"].found == "answers with 1 batches"
     assert findings["e0", "rank 0 block size"].found == "16 tokens"
     assert findings["e0", "prefix caching"].found == "on"
+
+
+@pytest.mark.parametrize(
+    ("case", "found", "fix"),
+    [
+        ("the key", "in its replay", ""),
+        ("no key", "it wants a CURVE key, and none is given for it", "give --curve-key FILE"),
+        ("another one's key", "it has another CURVE key", "compare --curve-server e0=FILE"),
+    ],
+)
+async def test_op10_ev32_an_engine_with_keys_is_heard_by_its_key_and_a_wrong_one_is_said(
+    session: aiohttp.ClientSession, tmp_path: Path, case: str, found: str, fix: str
+) -> None:
+    (public, held), (wrong, ours) = (write_pair(tmp_path / name) for name in ("engine", "ours"))
+    servers = {"the key": (f"e0={public}",), "no key": (), "another one's key": (f"e0={wrong}",)}[case]
+    curve = read_curve(str(ours), servers, ()) if servers else None
+    settings = EngineSettings(**QUICK, events=ANYWHERE, replay=ANYWHERE, curve_key=str(held))
+    async with Engine(settings) as engine:
+        body = {"model": "model", "prompt": list(range(64)), "max_tokens": 1}
+        async with session.post(engine.url + "/v1/completions", json=body) as answer:
+            assert answer.status == 200
+        findings = await look(session, f"e0={engine.url}", curve=curve)
+    events = findings["e0", "rank 0 events"]
+    assert found in events.found
+    assert events.fix.startswith(fix)
+    assert bad(findings) == ({"rank 0 events"} if fix else set())
 
 
 async def test_ev32_nobody_at_the_url_is_all_that_is_said(session: aiohttp.ClientSession) -> None:
@@ -182,6 +215,34 @@ def test_the_command_ends_with_1_when_something_is_wrong_and_says_what_to_give()
     assert (shown.exit_code, "start it, or correct its URL" in shown.stdout) == (1, True)
     assert run(main, ["doctor"]).exit_code == 2
     assert run(main, ["doctor", "--replica", "nonsense"]).exit_code == 2
+
+
+def test_op10_the_command_takes_the_indexers_keys_from_flags_and_from_its_table(tmp_path: Path) -> None:
+    config = tmp_path / "warmroute.toml"
+    config.write_text(f'[indexer]\ncurve_key = "{tmp_path}/of-the-file"\ncurve_server = ["*=x"]\n')
+    run, line = CliRunner().invoke, ["doctor", "--replica", "e0=http://127.0.0.1:1"]
+    by_file = run(main, ["--config", str(config), *line])
+    by_flag = run(main, [*line, "--curve-key", str(tmp_path / "of-the-flag")])
+    record = run(main, ["record", "--output", str(tmp_path / "r"), "--curve-server", f"e0={tmp_path}/none"])
+    assert (by_file.exit_code, "--curve-server * x: no keys" in by_file.stderr) == (2, True)
+    assert (by_flag.exit_code, "--curve-key alone protects nothing" in by_flag.stderr) == (2, True)
+    assert (record.exit_code, "--curve-server e0" in record.stderr) == (2, True)
+
+
+def test_one_resolver_looks_up_all_that_the_command_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked_by = socket.getaddrinfo, set()
+
+    def noted(host: str, *more: Any, **named: Any) -> Any:
+        if host == "localhost":
+            asked_by.add((host, threading.current_thread().name))
+        return ask(host, *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", noted)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    CliRunner().invoke(main, ["doctor", "--replica", f"e0=http://localhost:{port}"])
+    assert asyncio.run(_connect(f"tcp://localhost:{port}")) == "Connection refused"
+    assert asked_by == {("localhost", "lookup of localhost")}
 
 
 def test_ev32_what_we_write_of_engines_binds() -> None:

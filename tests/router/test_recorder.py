@@ -3,18 +3,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
+import signal
 from array import array
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from events.curve import read_curve, write_pair
 from events.recording import RecordingWriter
 from router import tap
 from router.answer import Answer
 from router.errors import RouterError
 from router.recorder import TrafficRecorder, record
 from router.settings import RouterSettings
+from simulator.engine import Engine
+from simulator.settings import EngineSettings
 
 
 @pytest.fixture
@@ -80,6 +86,36 @@ def test_a_full_disk_costs_lines_that_are_counted_and_no_request(
     recorder.on_done(done(1, "text"))
     recorder.close()
     assert recorder.lost == 2
+
+
+async def test_op10_what_an_engine_with_keys_publishes_is_recorded_too(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (public, held), (_, ours) = (write_pair(tmp_path / name) for name in ("engine", "ours"))
+    told, write_history = asyncio.Event(), TrafficRecorder.history
+
+    def history(*told_of: Any) -> None:
+        write_history(*told_of)
+        told.set()
+
+    monkeypatch.setattr(TrafficRecorder, "history", history)
+    anywhere = "tcp://127.0.0.1:*"
+    engine = EngineSettings(listen="127.0.0.1:0", events=anywhere, replay=anywhere, curve_key=str(held))
+    async with Engine(engine) as running, aiohttp.ClientSession() as client:
+        body = {"model": "model", "prompt": list(range(64)), "max_tokens": 1}
+        async with client.post(f"{running.url}/v1/completions", json=body) as answer:
+            assert answer.status == 200
+        settings = RouterSettings(
+            listen="127.0.0.1:0", admin_listen="127.0.0.1:0", replica=(f"e0={running.url}",)
+        )
+        curve = read_curve(str(ours), (f"e0={public}",), ())
+        recording = asyncio.create_task(record(settings, file, one_at_a_time=False, curve=curve))
+        async with asyncio.timeout(20):
+            await told.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await recording
+    (replay,) = lines(file, "replay")
+    assert len(replay["replies"]) > 1
 
 
 def test_a_recording_that_cannot_start_leaves_no_file_behind(file: Path) -> None:
