@@ -68,6 +68,11 @@ class FileSource:
             raise SettingsError(str(error)) from error
         return self._last
 
+    @property
+    def specs(self) -> tuple[ReplicaSpec, ...]:
+        """Those that it named when it last made sense."""
+        return self._last or ()
+
     async def close(self) -> None:
         """It does nothing by itself."""
 

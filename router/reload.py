@@ -5,14 +5,15 @@ file changes nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from router.discovery import Discovery, DNSSource, FileSource, Source, addresses_of
 from router.errors import SettingsError
 from router.kubernetes import KubernetesSource
-from router.replicas import parse_replicas
+from router.replicas import ReplicaSpec, parse_replicas
 from router.settings import RouterSettings
 from router.watched import WatchedFile
 
@@ -43,14 +44,24 @@ def sources_of(settings: RouterSettings) -> list[Source]:
     return sources
 
 
-def _certificates(settings: RouterSettings) -> list[WatchedFile]:
+def _named(settings: RouterSettings) -> list[WatchedFile]:
+    """The certificates, and the files with keys of replicas. Those of lines that are none are left out."""
     paths = (getattr(settings, name) for name in CERTIFICATES)
-    return [WatchedFile(Path(path)) for path in paths if path is not None]
+    files = [WatchedFile(Path(path)) for path in paths if path is not None]
+    with contextlib.suppress(SettingsError):
+        files += _keys(parse_replicas(settings.replica))
+    return files
+
+
+def _keys(specs: Iterable[ReplicaSpec]) -> list[WatchedFile]:
+    kept = (spec.key for spec in specs if spec.key is not None and spec.key.startswith("file:"))
+    return [WatchedFile(Path(key.removeprefix("file:"))) for key in kept]
 
 
 class Reload:
-    """Takes over new settings when it is told to, and when the file that they came from, or a certificate,
-    has changed. ``takers`` take over what is not about which replicas there are.
+    """Takes over new settings when it is told to, and when the file that they came from, or a certificate or
+    key that they name, has changed; those that were refused also when a file of replicas that they name, or a
+    key that is named there, has. ``takers`` take over what is not about which replicas there are.
 
     ``good`` and ``bad`` count; ``error`` is why the last new settings were not taken.
     """
@@ -69,7 +80,7 @@ class Reload:
         self._reread = reread
         self._takers = takers
         self._file = None if file is None else WatchedFile(file)
-        self._certificates = _certificates(settings)
+        self._named = _named(settings)
         self._interval_s = interval_s
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -100,21 +111,16 @@ class Reload:
             await self.reload()
 
     def _changed(self) -> bool:
-        files = self._certificates if self._file is None else [self._file, *self._certificates]
+        files = self._named if self._file is None else [self._file, *self._named]
         return any([file.changed() for file in files])
 
     async def reload(self) -> None:
         """Reads the settings anew and takes them over, or says why not."""
         try:
             new = self._reread()
-            new.check()
-            sources = sources_of(new)
-            if not (new.replica or sources):
-                raise SettingsError("they name no replica")
-            taken = [taker(new) for taker in self._takers]
-            await self._discovery.follow(parse_replicas(new.replica), sources)
-            for take in taken:
-                take()
+            # Before they are read: what is written meanwhile is another file then.
+            self._named = _named(new)
+            await self._take(new)
         except Exception as error:
             # Whatever is wrong with the new settings, the old ones are good.
             self.bad += 1
@@ -124,7 +130,26 @@ class Reload:
             return
         self.good += 1
         self.error = None
-        self._certificates = _certificates(new)
+        self._tell_of(new)
+
+    async def _take(self, new: RouterSettings) -> None:
+        new.check()
+        sources = sources_of(new)
+        if not (new.replica or sources):
+            raise SettingsError("they name no replica")
+        # Noted before it is read, too. Of settings that are taken its source watches it.
+        files = [] if new.replicas_file is None else [WatchedFile(Path(new.replicas_file))]
+        try:
+            taken = [taker(new) for taker in self._takers]
+            await self._discovery.follow(parse_replicas(new.replica), sources)
+        except SettingsError:
+            found = [source.specs for source in sources if isinstance(source, FileSource)]
+            self._named += [*files, *(key for specs in found for key in _keys(specs))]
+            raise
+        for take in taken:
+            take()
+
+    def _tell_of(self, new: RouterSettings) -> None:
         others = [
             f"--{name.replace('_', '-')}"
             for name in new.__struct_fields__

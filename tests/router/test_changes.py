@@ -200,6 +200,49 @@ async def test_op02_five_reloads_leave_one_checker_for_each_replica_and_a_bad_on
     assert (await router.complete([1])).status == 200
 
 
+@pytest.mark.parametrize("missing", ["a key", "a file of replicas", "a key that is named there"])
+async def test_op02_settings_refused_for_a_file_are_taken_when_the_file_comes(
+    start_engine: Any, start_router: Any, kit: Any, tmp_path: Path, missing: str
+) -> None:
+    engine, key, replicas = await start_engine(), tmp_path / "key", tmp_path / "replicas"
+    line, read = f"b={engine.url},key=file:{key}", 0
+    if missing == "a key that is named there":
+        replicas.write_text(line)
+    named = {"replica": (line,)} if missing == "a key" else {"replicas_file": str(replicas)}
+
+    def reread() -> RouterSettings:
+        nonlocal read
+        read += 1
+        return RouterSettings(**named)
+
+    router = await start_router(f"a={engine.url}", reread=reread, discovery_interval_s=0.02)
+    reload = router.parts.reload
+    reload.now()
+    await kit.wait_until(lambda: reload.bad == 1, "it is refused")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (names(router), read) == (["a"], 1)
+    if missing == "a file of replicas":
+        replicas.write_text(f"b={engine.url}")
+    else:
+        key.write_text("the key")
+    await kit.wait_until(lambda: reload.good == 1, "it is taken")
+    await kit.wait_until(lambda: names(router) == ["b"], "the fleet is as it says")
+
+
+async def test_op02_a_key_is_read_again_when_its_file_has_changed(
+    start_engine: Any, start_router: Any, kit: Any, tmp_path: Path
+) -> None:
+    engine, key = await start_engine(), tmp_path / "key"
+    key.write_text("first")
+    line = f"a={engine.url},key=file:{key}"
+    router = await start_router(
+        line, reread=lambda: RouterSettings(replica=(line,)), discovery_interval_s=0.02
+    )
+    key.write_text("second one")
+    await kit.wait_until(lambda: router.parts.fleet.replicas["a"].key == "second one", "it is taken")
+
+
 async def test_replicas_come_from_a_file_and_a_name(
     start_engine: Any, start_router: Any, kit: Any, tmp_path: Path
 ) -> None:

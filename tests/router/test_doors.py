@@ -377,6 +377,14 @@ async def test_op02_certificates_are_read_again_when_they_change_and_bad_ones_ch
     await kit.wait_until(lambda: reload.good == 2, "it is taken")
     async with router.client.post(f"{router.url}/v1/completions", json=BODY, ssl=open_one) as response:
         assert response.status == 503
+    settings["upstream_ca"] = str(tmp_path / "new.pem")
+    before = reload.bad
+    reload.now()
+    await kit.wait_until(lambda: reload.bad > before, "one that is not there is refused")
+    put("new.pem", "ca.pem")
+    await kit.wait_until(lambda: reload.error is None, "it is taken when it comes")
+    async with router.client.post(f"{router.url}/v1/completions", json=BODY, ssl=open_one) as response:
+        assert response.status == 200
     del settings["tls_cert"], settings["tls_key"]
     reload.now()
     await kit.wait_until(lambda: reload.error is not None, "it is refused")
@@ -408,7 +416,9 @@ async def test_op02_api_keys_are_read_again_with_the_settings(
         async with router.client.post(f"{router.url}/v1/files", json=BODY, headers=headers) as response:
             return int(response.status)
 
-    router = await start_router(*settings["replica"], reread=lambda: RouterSettings(**settings))
+    router = await start_router(
+        *settings["replica"], reread=lambda: RouterSettings(**settings), discovery_interval_s=600.0
+    )
     open_to_all = asyncio.create_task(status(None))
     await kit.wait_until(lambda: engine.open == 1, "it comes in without a key")
     assert engine.requests[-1].headers["Authorization"] == "Bearer first"
