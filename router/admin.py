@@ -16,6 +16,7 @@ from router.fleet import Fleet
 from router.load import Load
 from router.local_tokens import Told
 from router.metrics import RouterMetrics
+from router.pages import Pages
 from router.registrar import Registrar
 from router.replicas import Health, Replica, StreamId
 from router.rules import Rules
@@ -58,12 +59,12 @@ class Admin:
         self._settings_errors = settings_errors
         self._tokenizers = tokenizers
 
-    def add_health(self, app: web.Application) -> None:
+    def add_health(self, pages: Pages) -> None:
         """What balancers and orchestrators ask."""
-        app.router.add_get("/health", self.health)
-        app.router.add_get("/ready", self.ready)
+        pages.add("/health", self.health)
+        pages.add("/ready", self.ready)
 
-    def add_routes(self, app: web.Application) -> None:
+    def add_pages(self, pages: Pages) -> None:
         """What only operators may see."""
         for path, handler in (
             ("/metrics", self.metrics),
@@ -72,7 +73,7 @@ class Admin:
             ("/debug/rules", self.rules),
             ("/debug/tokenizers", self.tokenizers),
         ):
-            app.router.add_get(path, self._of_worker(handler))
+            pages.add(path, self._of_worker(handler))
 
     def _of_worker(self, handler: Handler) -> Handler:
         """The handler, but for requests that are for the page of another worker."""

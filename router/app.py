@@ -1,4 +1,4 @@
-"""A router that can be served: its applications, and what operators look at."""
+"""A router that can be served: its pages, and what operators look at."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from router.introduction import model_cards
 from router.load import Load
 from router.local_tokens import Told
 from router.metrics import RouterMetrics
+from router.pages import Pages
 from router.refusal import refusal
-from router.relay import leave_untyped
 from router.reload import Reload
 from router.settings import RouterSettings
 from router.tls import Renewable, listen_context
@@ -28,8 +28,8 @@ from router.trust import Trust
 class RouterApp:
     """A router that can be served.
 
-    ``app`` is its aiohttp application, ``admin_app`` that of operators, which may be the same one; the other
-    parts are there to look at.
+    ``pages`` are for its clients, ``admin_pages`` for operators, which may be the same ones; the other parts
+    are there to look at.
     """
 
     def __init__(self, settings: RouterSettings, fleet: Fleet, load: Load, metrics: RouterMetrics) -> None:
@@ -45,20 +45,9 @@ class RouterApp:
         self.tokenizers: Callable[[], list[Told]] = list
         tls = listen_context(settings)
         self.tls = None if tls is None else Renewable(tls)
-        self.app = web.Application(client_max_size=settings.request_limit_bytes)
-        self.app.on_response_prepare.append(leave_untyped)
-        self.app.on_response_prepare.append(self._part)
-        self.admin_app = self.app if settings.admin_address() is None else web.Application()
+        self.pages = Pages(settings.request_limit_bytes)
+        self.admin_pages = self.pages if settings.admin_address() is None else Pages()
         self.admin_url = ""
-
-    async def _part(self, request: web.Request, response: web.StreamResponse) -> None:
-        """On the way down, has clients take their next request to another router. After a request for an
-        upgrade that is not heeded, too: aiohttp loses what was sent right behind it.
-        """
-        if self.draining or "Upgrade" in request.headers:
-            response.force_close()
-            # aiohttp has written this header already, before it asks us.
-            response.headers["Connection"] = "close"
 
     def settings_errors(self) -> list[str]:
         """Why new settings, or the places that replicas come from, are not heeded."""

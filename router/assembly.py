@@ -41,7 +41,6 @@ from router.reload import Reload, Reread, Taker, sources_of
 from router.replicas import parse_replicas
 from router.route import Route
 from router.rules import Rules
-from router.server import await_body
 from router.settings import RouterSettings
 from router.shares import BoardShares
 from router.takers import certificates_taker, doors_taker, keys_taker
@@ -244,9 +243,8 @@ def _waitlist(router: RouterApp, worker: Worker | None) -> Waitlist:
 
 
 def _add_models_and_route(router: RouterApp, doors: Doors, route: Route) -> None:
-    models, handle = doors.guarded(router.models), doors.guarded(route.handle)
-    router.app.router.add_get("/v1/models", models)
-    router.app.router.add_route("*", "/v1/{path:.*}", handle, expect_handler=await_body)
+    router.pages.add("/v1/models", doors.guarded(router.models))
+    router.pages.add_all_below("/v1/", doors.guarded(route.handle))
 
 
 def _add_admin(
@@ -269,10 +267,10 @@ def _add_admin(
         router.tokenizers,
         colleagues,
     )
-    admin.add_health(router.app)
-    if router.admin_app is not router.app:
-        admin.add_health(router.admin_app)
-    admin.add_routes(router.admin_app)
+    admin.add_health(router.pages)
+    if router.admin_pages is not router.pages:
+        admin.add_health(router.admin_pages)
+    admin.add_pages(router.admin_pages)
 
 
 def _colleagues(

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 from aiohttp import web
@@ -17,6 +17,7 @@ from aiohttp import web
 from router.board import Row
 from router.errors import RefusedError, SettingsError
 from router.headers import REQUEST_ID, request_id_of
+from router.pages import Handler
 from router.refusal import refusal
 
 _SHAPE = (
@@ -30,8 +31,6 @@ SHAPE = "qd"
 
 ROUNDING_S = 1e-6
 """Sums of such times are not exact."""
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class KeySpec(msgspec.Struct, frozen=True):

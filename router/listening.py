@@ -15,8 +15,9 @@ from aiohttp import web
 from events.address import host_and_port, http_url, not_only
 from router.app import RouterApp
 from router.errors import ListenError
+from router.pages import Pages
 from router.processes import Worker
-from router.server import Runner
+from router.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +36,14 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
             # Cleaned up last: operators can look on while open answers have their grace.
             host, port = admin
             port += worker.number if worker is not None and port else 0
-            router.admin_url = await _open(stack, router, router.admin_app, "--admin-listen", host, port)
+            router.admin_url = await _open(stack, router, router.admin_pages, "--admin-listen", host, port)
             if worker is not None:
                 worker.pages_at(urlsplit(router.admin_url).port or 0)
             log.info("metrics and debug pages on %s%s", router.admin_url, not_only(host))
         host, port = host_and_port(settings.listen)
         port = port if worker is None else worker.port
         shared = worker is not None
-        url = await _open(stack, router, router.app, "--listen", host, port, tls=router.tls, shared=shared)
+        url = await _open(stack, router, router.pages, "--listen", host, port, tls=router.tls, shared=shared)
         log.info("listening on %s%s", url, not_only(host))
         router.admin_url = router.admin_url or url
         yield url
@@ -53,7 +54,7 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
 async def _open(
     stack: AsyncExitStack,
     router: RouterApp,
-    app: web.Application,
+    pages: Pages,
     flag: str,
     host: str,
     port: int,
@@ -61,12 +62,13 @@ async def _open(
     tls: ssl.SSLContext | None = None,
     shared: bool = False,
 ) -> str:
-    """Serves ``app``, as long as the stack is open; gives the URL. ``shared``: others have the port too.
+    """Serves ``pages``, as long as the stack is open; gives the URL. ``shared``: others have the port too.
 
     Raises ListenError.
     """
     settings = router.settings
-    runner = Runner(app, settings.policy, settings.limits(), grace_s=settings.grace_s)
+    server = Server(pages, settings.policy, settings.limits(), parting=lambda: router.draining)
+    runner = web.ServerRunner(server, shutdown_timeout=settings.grace_s)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     site = web.TCPSite(

@@ -12,7 +12,7 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from router.errors import RecordError, RouterError
 from router.fleet import Fleet
 from router.headers import shown
 from router.listening import listening
+from router.pages import Handler
 from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
@@ -51,8 +52,6 @@ MAX_LINES_WAITING = 20_000
 HISTORY_ASK = 1
 HISTORY_DEADLINE_S = 10.0
 OK = 200
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Open(msgspec.Struct):
@@ -293,19 +292,21 @@ class _History(msgspec.Struct):
     batches: list[tuple[int, bytes]] = []
 
 
-def _one_at_a_time(recorder: TrafficRecorder) -> Any:
-    """Holds each request until the one before it is done and its events have come."""
+def _one_at_a_time(recorder: TrafficRecorder) -> Callable[[Handler], Handler]:
+    """Has each request wait until the one before it is done and its events have come."""
     turn = asyncio.Lock()
 
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.method != "POST":
-            return await handler(request)
-        async with turn:
-            await recorder.settled()
-            return await handler(request)
+    def wrapped(handler: Handler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if request.method != "POST":
+                return await handler(request)
+            async with turn:
+                await recorder.settled()
+                return await handler(request)
 
-    return middleware
+        return handle
+
+    return wrapped
 
 
 async def record(
@@ -321,7 +322,7 @@ async def record(
     try:
         async with router_app(settings, recorder=recorder) as router:
             if one_at_a_time:
-                router.app.middlewares.append(_one_at_a_time(recorder))
+                router.pages.wrap(_one_at_a_time(recorder))
             await _record(router, recorder, curve, stop)
     except RouterError:
         recorder.discard()  # Nothing was recorded: the command can be given again.

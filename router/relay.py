@@ -32,15 +32,15 @@ class _Response(web.StreamResponse):
         if not keeps_length:
             headers.popall("Content-Length", None)
         super().__init__(status=answer.status, headers=headers)
-        self.is_typed = "Content-Type" in answer.headers
+        self._is_typed = "Content-Type" in answer.headers
         # aiohttp's own switch, off in its web.Response: else each head would be a write of its own.
         self._send_headers_immediately = at_once
 
-
-async def leave_untyped(_: web.Request, response: web.StreamResponse) -> None:
-    """For ``on_response_prepare``: takes back the type that aiohttp gives an answer that came without one."""
-    if isinstance(response, _Response) and not response.is_typed:
-        response.headers.popall("Content-Type", None)
+    async def _prepare_headers(self) -> None:
+        await super()._prepare_headers()
+        if not self._is_typed:
+            # aiohttp gives a type to an answer that came without one.
+            self._headers.popall("Content-Type", None)
 
 
 class RelayedAnswer:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import HttpVersion11, StreamReader, web
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_parser import RawRequestMessage
 from aiohttp.web_protocol import _ErrInfo
 
 from events.logs import Throttled
 from router.errors import RefusedError
 from router.headers import REQUEST_ID, request_id_of
+from router.pages import Pages
 from router.refusal import refusal
 
 log = logging.getLogger(__name__)
@@ -43,48 +47,60 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     keepalive_s: float = 3630.0
 
 
-class Runner(web.AppRunner):
-    """Runs ``app``. ``policy`` is named in answers, ``grace_s`` is what open ones get when it ends."""
-
-    def __init__(self, app: web.Application, policy: str, limits: Limits, *, grace_s: float) -> None:
-        super().__init__(app, shutdown_timeout=grace_s)
-        self._policy = policy
-        self._limits = limits
-
-    async def _make_server(self) -> web.Server:
-        made = await super()._make_server()
-        return _Server(self._policy, self._limits, made)
-
-
-async def await_body(request: web.Request) -> None:
-    """For ``expect_handler``: asks for the body of a request that waits for it, unless it is too large anyway
-    (RFC 9110, section 10.1.1).
+class Server(web.Server):
+    """Serves ``pages``. ``policy`` is named in answers of its own. While ``parting`` says so, clients are
+    asked to take their next request to another router.
     """
-    if request.headers["Expect"].lower() != "100-continue":
-        raise web.HTTPExpectationFailed
-    if request.version == HttpVersion11 and (request.content_length or 0) <= request.client_max_size:
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # What was written is no part of the answer.
-        request.writer.output_size = 0
 
-
-class _Server(web.Server):
-    """Makes our connections for the handler of the server that aiohttp ``made`` of an application."""
-
-    def __init__(self, policy: str, limits: Limits, made: web.Server) -> None:
+    def __init__(
+        self, pages: Pages, policy: str, limits: Limits, *, parting: Callable[[], bool] = bool
+    ) -> None:
         super().__init__(
-            made.request_handler, request_factory=made.request_factory, handler_cancellation=True
+            pages.answer,  # type: ignore[arg-type]
+            request_factory=self._request,
+            handler_cancellation=True,
         )
+        self.pages = pages
         self.policy = policy
         self.limits = limits
+        self.parting = parting
         self.throttled = Throttled(log)
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self)
 
+    def _request(
+        self,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        connection: web.RequestHandler,
+        writer: AbstractStreamWriter,
+        task: asyncio.Task[None],
+    ) -> web.Request:
+        request = _Request(
+            message, payload, connection, writer, task, self._loop, client_max_size=self.pages.limit_bytes
+        )
+        request.parting = self.parting
+        return request
+
+
+class _Request(web.Request):
+    ATTRS = web.Request.ATTRS | {"parting"}
+    parting: Callable[[], bool] = bool
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection stays. Not after a request for an upgrade that is not heeded: aiohttp loses
+        what was sent right behind it.
+        """
+        return not (self._message.should_close or self.parting() or "Upgrade" in self._message.headers)
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        """Of an application, there is none."""
+
 
 class _Connection(web.RequestHandler):
-    def __init__(self, server: _Server) -> None:
+    def __init__(self, server: Server) -> None:
         limits = server.limits
         super().__init__(
             server,

@@ -1,0 +1,68 @@
+"""What is served at one address: handlers by path.
+
+Not aiohttp's application: with four pages and one prefix to choose from, its routing took a quarter of what
+its server takes for a request (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from aiohttp import HttpVersion11, web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+READING = ("GET", "HEAD")
+
+
+class Pages:
+    """``limit_bytes`` is the most that a request's body may have."""
+
+    def __init__(self, limit_bytes: int = 1024 * 1024) -> None:
+        self.limit_bytes = limit_bytes
+        self._pages: dict[str, Handler] = {}
+        self._below: list[tuple[str, Handler]] = []
+
+    def add(self, path: str, handler: Handler) -> None:
+        """Answers GET and HEAD of ``path``."""
+        self._pages[path] = handler
+
+    def add_all_below(self, prefix: str, handler: Handler) -> None:
+        """Answers all else whose path begins with ``prefix``."""
+        self._below.append((prefix, handler))
+
+    def wrap(self, wrapped: Callable[[Handler], Handler]) -> None:
+        """Has each handler that is there replaced by what ``wrapped`` makes of it."""
+        self._pages = {path: wrapped(handler) for path, handler in self._pages.items()}
+        self._below = [(prefix, wrapped(handler)) for prefix, handler in self._below]
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """The answer to any request. Raises web.HTTPNotFound, web.HTTPMethodNotAllowed for what nobody
+        serves, web.HTTPExpectationFailed for what nobody can meet.
+        """
+        handler = self._handler(request.rel_url.path_safe, request.method)
+        if "Expect" in request.headers:
+            await _await_body(request)
+        return await handler(request)
+
+    def _handler(self, path: str, method: str) -> Handler:
+        page = self._pages.get(path)
+        if page is not None and method in READING:
+            return page
+        for prefix, handler in self._below:
+            if path.startswith(prefix):
+                return handler
+        if page is None:
+            raise web.HTTPNotFound
+        raise web.HTTPMethodNotAllowed(method, READING)
+
+
+async def _await_body(request: web.Request) -> None:
+    """Asks for the body of a request that waits for it, unless it is too large anyway (RFC 9110, section
+    10.1.1).
+    """
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed
+    if request.version == HttpVersion11 and (request.content_length or 0) <= request.client_max_size:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # What was written is no part of the answer.
+        request.writer.output_size = 0
