@@ -46,8 +46,10 @@ async def read_body(request: web.Request, limit_bytes: int, pace: BodyPace) -> b
     breaks off or is malformed.
     """
     check_framing(request)
-    if request.content_length is not None and request.content_length > limit_bytes:
+    if (request.content_length or 0) > limit_bytes:
         raise _too_large(limit_bytes)
+    if request.content.is_eof():
+        return _body_at_hand(request, limit_bytes)
     loop = asyncio.get_running_loop()
     pieces: list[bytes] = []
     received, began = 0, loop.time()
@@ -62,18 +64,31 @@ async def read_body(request: web.Request, limit_bytes: int, pace: BodyPace) -> b
     except TimeoutError as error:
         raise _too_slow(pace, patience_s) from error
     except web.RequestPayloadError as error:
-        raise RefusedError(
-            400, "Bad Request", "The request body cannot be read", reason="bad body"
-        ) from error
+        raise _unreadable() from error
     return b"".join(pieces)
 
 
+def _body_at_hand(request: web.Request, limit_bytes: int) -> bytes:
+    """The body of a request that has come whole, or has broken off."""
+    try:
+        # Not at_eof(): what was malformed is at its end too, and only reading says so.
+        body = request.content.read_nowait()
+    except web.RequestPayloadError as error:
+        raise _unreadable() from error
+    if len(body) > limit_bytes:
+        raise _too_large(limit_bytes)
+    return body
+
+
 async def _next_piece(request: web.Request, patience_s: float) -> bytes:
-    # Not at_eof(): what was malformed is at its end too, and only reading says so.
     if request.content.is_eof():
         return await request.content.readany()
     async with asyncio.timeout(patience_s):
         return await request.content.readany()
+
+
+def _unreadable() -> RefusedError:
+    return RefusedError(400, "Bad Request", "The request body cannot be read", reason="bad body")
 
 
 def _too_large(limit_bytes: int) -> RefusedError:

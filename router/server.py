@@ -141,6 +141,11 @@ class _Connection(web.RequestHandler):
         elif self._waiter is not None and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """aiohttp's own, which its reader of a body calls for each piece, also where nothing was paused."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
