@@ -190,8 +190,7 @@ class Planner:
         matches = await self._matches(policy, parsed, tokens, replicas)
         key, no_key = None, None
         if policy.key is not None:
-            whole = tokens.ids if tokens.whole else None
-            found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=whole))
+            found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=tokens.ids))
             key, no_key = _own(policy, parsed.model, found), fallback.NO_KEY if found is None else None
         comparable = tokens.whole and tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache
         learns = comparable and matches.asked is not None and self._asks_usage
@@ -205,7 +204,7 @@ class Planner:
             key=key,
             matches=matches.by_stream,
             marks=_marks(parsed, tokens),
-            fallback=tokens.why_not or matches.fallback or no_key,
+            fallback=(tokens.why_not if key is None else None) or matches.fallback or no_key,
             notes=_notes(tokens) + matches.notes,
             comparable=comparable,
         )

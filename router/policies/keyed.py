@@ -13,7 +13,7 @@ from router.prompt import RequestBody
 
 class Keyed(msgspec.Struct, frozen=True, kw_only=True):
     """A request with its ``headers`` (their names in any case), its ``body`` as posted and as read, and its
-    prompt's ``ids`` where they are known.
+    prompt's ``ids`` where they are known, of one with images those in front of the first.
     """
 
     headers: Mapping[str, str]

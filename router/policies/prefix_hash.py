@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw
@@ -28,7 +28,8 @@ UUIDS = r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"
 class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the prefix ends. ``boundary`` ``messages``: behind the tools, the system prompt, and the first
     ``messages`` messages after it; of a text without messages, behind as many characters as ``tokens`` tokens
-    have. ``tokens``: behind the first ``tokens`` token ids, for which an engine may have to be asked.
+    have. ``tokens``: behind the first ``tokens`` token ids, for which an engine may have to be asked, or in
+    front of the first image, where that comes before. Where no id there is known, the text there counts.
 
     What matches a regular expression of ``volatile`` is left out of messages and texts: by default dates,
     times and UUIDs. A stream gets no more than ``bound`` times the mean of requests in flight, and
@@ -51,15 +52,15 @@ class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def key(self, request: Keyed) -> bytes | None:
         """A hash of the prefix."""
-        if request.ids is not None and (self.boundary == "tokens" or not given(request.read.messages)):
+        chat, text = given(request.read.messages), None
+        if request.ids is not None and (self.boundary == "tokens" or not chat):
             text = request.ids[: self.tokens].tobytes()
-        elif self.boundary == "tokens":
+        elif self.boundary == "messages":
+            text = self._messages(request.read) if chat else self._text(request.read)
+        elif chat:
+            text = self._before_media(request.read)
+        if text is None:
             return None
-        else:
-            found = self._messages(request.read) if given(request.read.messages) else self._text(request.read)
-            if found is None:
-                return None
-            text = found
         salt = request.read.cache_salt
         return xxh3_128_digest(text + (salt.encode("utf-8", "replace") if isinstance(salt, str) else b""))
 
@@ -71,6 +72,18 @@ class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         parts = [bytes(body.tools)] if given(body.tools) else []
         parts += (f"{m.role}:".encode() + _text_of(m.content) for m in _leading(messages, self.messages))
         return self._steady(b"\n".join(parts))
+
+    def _before_media(self, body: RequestBody) -> bytes | None:
+        """As many characters as ``tokens`` tokens have; None where nothing stands there, or all is text."""
+        said = [bytes(body.tools)] if given(body.tools) else []
+        try:
+            for role, part in _parts(body.messages):
+                if part is None:
+                    return self._steady(b"\n".join(said))[: CHARS_PER_TOKEN * self.tokens] or None
+                said.append(f"{role}:{part}".encode())
+        except msgspec.MsgspecError:
+            return None
+        return None
 
     def _text(self, body: RequestBody) -> bytes | None:
         try:
@@ -99,6 +112,20 @@ class _Message(msgspec.Struct):
 class _Part(msgspec.Struct):
     type: str
     text: str
+
+
+class _AnyPart(msgspec.Struct):
+    text: Any = None
+
+
+def _parts(messages: Raw) -> Iterator[tuple[str, str | None]]:
+    """Role and text of each part of each message, None for what is no text. Raises MsgspecError."""
+    for message in msgspec.json.decode(messages, type=list[_Message]):
+        content = message.content if given(message.content) else b'""'
+        said = msgspec.json.decode(content, type=str | list[_AnyPart | str])
+        for part in [said] if isinstance(said, str) else said:
+            text = part if isinstance(part, str) else part.text
+            yield message.role, text if isinstance(text, str) else None
 
 
 def _text_of(content: Raw) -> bytes:

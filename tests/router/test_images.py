@@ -329,6 +329,31 @@ async def test_ev28_what_is_in_front_of_an_image_counts_only_while_the_engines_a
         assert await router.metric("tokenize_fallback_total", reason="inexact-media-differs") == 1
 
 
+async def test_prefix_hash_by_tokens_knows_the_beginning_of_a_chat_with_an_image(
+    start_engine: Any, start_router: Any, kit: Any, tmp_path: Path
+) -> None:
+    """By its ids, so that it goes where the same chat without the image does."""
+    engines = [await start_engine(tokenize=None) for _ in range(4)]
+    mine = small_tokenizer.save(tmp_path / "mine", IN_ORDER, special=SPECIAL)
+    router = await start_router(
+        *engines,
+        policy="prefix-hash",
+        policy_parameters={"boundary": "tokens", "tokens": 16},
+        tokenizer=(f"m={mine}",),
+    )
+    await kit.wait_until(lambda: router.parts.tokenizers()[0].state == "unverifiable", "it is loaded")
+
+    async def replica(system: str, *content: dict[str, Any]) -> str:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": list(content)}]
+        body = {"model": "m", "messages": messages}
+        async with router.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+            assert response.headers["x-warmroute-reason"].startswith("prefix hash: place 1 of 4")
+            return str(response.headers["x-warmroute-replica"])
+
+    for text in ("a word ", "the cache ", "was computed ", "is it ", "where ", "before "):
+        assert await replica(text * 20, words("what?")) == await replica(text * 20, picture("cat"))
+
+
 async def live(client: aiohttp.ClientSession, router: Any, wait_until: Any, fleet: list[Engine]) -> None:
     """Waits until the tokenizer is loaded and the index follows all engines; these tell of nothing so far."""
     for _ in range(1000):

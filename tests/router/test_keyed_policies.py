@@ -214,6 +214,31 @@ def test_token_ids_count_where_they_are_given_or_asked_for() -> None:
     assert by_tokens.key(one) == policy.key(given_ids)
 
 
+def test_a_chat_with_images_counts_as_far_as_the_first_one() -> None:
+    def seen(picture: str, *before: str, behind: str = "what is it?", ids: list[int] | None = None) -> Keyed:
+        parts = [{"type": "text", "text": text} for text in before]
+        image = {"type": "image_url", "image_url": {"url": picture}}
+        user = ("user", [*parts, image, {"type": "text", "text": behind}])
+        found = chat(("system", "be brief"), user, ("assistant", None), ("user", "and?"))
+        return found if ids is None else msgspec.structs.replace(found, ids=array("I", ids))
+
+    policy = PrefixHash(boundary="tokens", tokens=9)
+    cat = policy.key(seen("cat", "look at this"))
+    assert cat is not None
+    assert policy.key(seen("dog", "look at this", behind="and this?")) == cat
+    assert policy.key(seen("cat", "look at that")) != cat
+    assert policy.key(seen("cat")) != cat
+    assert PrefixHash(boundary="tokens", tokens=4).key(seen("cat", "look at this")) == PrefixHash(
+        boundary="tokens", tokens=4
+    ).key(seen("dog", "look elsewhere")), "no more than the tokens' characters"
+    known = policy.key(seen("cat", ids=[1, 2, 3]))
+    assert known == policy.key(seen("dog", ids=[1, 2, 3])) != policy.key(seen("cat", ids=[1, 2, 4]))
+    nothing = {"type": "image_url", "image_url": {"url": "cat"}}
+    assert policy.key(chat(("user", [nothing, {"type": "text", "text": "?"}]))) is None
+    assert policy.key(chat(("user", [nothing]), cache_salt="s")) is None
+    assert policy.key(chat(("user", 5))) is None
+
+
 @pytest.mark.parametrize("messages", [5, ["text"], [{"role": 3}], None])
 def test_messages_of_no_known_form_have_no_key(messages: Any) -> None:
     assert PrefixHash().key(request(messages=messages)) is None

@@ -185,6 +185,25 @@ async def test_prefix_hash_by_tokens_asks_an_engine_and_by_messages_does_not(
     assert engine.tokenized == 1
 
 
+async def test_prefix_hash_by_tokens_sends_chats_with_images_by_what_is_in_front_of_them(
+    start_engine: Any, start_router: Any
+) -> None:
+    engines = [await start_engine() for _ in range(4)]
+    router = await start_router(*engines, policy="prefix-hash", policy_parameters={"boundary": "tokens"})
+
+    async def replica(text: str, picture: str) -> str:
+        image = {"type": "image_url", "image_url": {"url": picture}}
+        messages = [{"role": "user", "content": [{"type": "text", "text": text}, image]}]
+        body = {"model": "m", "messages": messages}
+        async with router.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+            assert response.headers["x-warmroute-reason"].startswith("prefix hash: place 1 of 4")
+            return str(response.headers["x-warmroute-replica"])
+
+    first = [await replica(f"prompt {number}", "cat") for number in range(8)]
+    assert [await replica(f"prompt {number}", "dog") for number in range(8)] == first
+    assert len(set(first)) > 1
+
+
 async def test_a_pin_goes_there_or_nowhere(start_engine: Any, start_router: Any, kit: Any) -> None:
     engines = [await start_engine(), await start_engine()]
     router = await start_router(*engines, allow_override=True, policy="random")
