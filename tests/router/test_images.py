@@ -104,8 +104,8 @@ class Vision:
         if self._form == "openai":
             return [part if part["type"] == "text" else {"type": "image"} for part in parts]
         texts = [part["text"] for part in parts if part["type"] == "text"]
-        # vLLM 0.32 puts them in front of the message (_get_full_multimodal_text_prompt).
-        return "\n".join(["<i>"] * (len(parts) - len(texts)) + texts)
+        # vLLM 0.32 drops empty texts, and puts images in front (_get_full_multimodal_text_prompt).
+        return "\n".join(["<i>"] * (len(parts) - len(texts)) + list(filter(None, texts)))
 
 
 @pytest.fixture(scope="module", params=range(len(TEMPLATES)))
