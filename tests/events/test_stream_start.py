@@ -69,6 +69,14 @@ def test_the_very_next_sequence_then_shows_that_nothing_was_missed() -> None:
     assert (stream.state, stream.lost) == ("live", False)
 
 
+def test_ev12_the_very_next_sequence_of_another_process_is_believed_until_its_start_time_is_told() -> None:
+    stream = known(replay=False)
+    assert applied(stream.on(Frame(6, b"of another"), 10.1)) == [6]
+    assert stream.state == "live"
+    assert resets(stream.process_started(LATER, 10.4, 10.3))
+    assert (stream.state, stream.last, stream.started_at) == ("partial", None, LATER)
+
+
 def test_another_reconnect_meanwhile_loses_nothing_more() -> None:
     stream = known(replay=False)
     stream.process_started(STARTED, 11.0)

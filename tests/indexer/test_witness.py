@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,14 @@ class Metrics:
 class Engine:
     """Publishes without a replay endpoint, and knows when somebody listens: nothing is sent again."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "tcp://127.0.0.1:*", sequence: int = 0) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self._sequence = 0
+        self._socket.bind(address)
+        self.endpoint = self._socket.last_endpoint.decode()
+        self._sequence = sequence
 
     async def subscribed(self) -> None:
         await comes(lambda: self._subscription() == b"\x01", "somebody listens")
@@ -157,6 +158,26 @@ async def test_ev12_an_engine_that_restarted_and_says_nothing_is_found_by_its_st
     await comes(lambda: seen(indexer)[1] == 0, "nothing of it is credited")
     await comes(lambda: record(indexer).started_at == LATER, "the new start time is known")
     assert "start time" in record(indexer).reason
+
+
+async def test_ev12_an_engine_that_restarted_and_goes_on_with_the_very_next_sequence_is_found_too(
+    indexers: Any, talker: Engine, engine: Any, metrics: Metrics, url: str, witnessed: Any
+) -> None:
+    """Without a replay endpoint that sequence is taken for proof, until the start time can be read."""
+    indexer = indexers()
+    witnessed(indexer)
+    await feed(indexer, talker, engine, url)
+    metrics.status = 503
+    talker.close()
+    metrics.says(LATER)
+    with closing(Engine(talker.endpoint, sequence=1)) as another:
+        await another.subscribed()
+        another.publish(engine().stored([*PROMPT, 1, 2, 3, 4], 7))
+        await comes(lambda: record(indexer).sequence == 1, "it is believed")
+        assert seen(indexer) == ("live", 28)
+        metrics.status = 200
+        await comes(lambda: seen(indexer)[1] == 0, "nothing of it is credited")
+        await comes(lambda: record(indexer).started_at == LATER, "the new start time is known")
 
 
 async def test_ev17_the_block_size_of_an_engine_that_announces_nothing_comes_from_its_metrics(
