@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from router.prompt import RequestBody, given
+from router.prompt import RequestBody, given, plain
 
 ContentFormat = Literal["string", "openai"]
 """Whether a template gets a message's content as one text, or as a list of parts."""
@@ -25,6 +25,8 @@ _TEMPLATE_ARGUMENTS = frozenset(
     {
         "self",
         "conversation",
+        "conversations",
+        "messages",
         "tools",
         "documents",
         "chat_template",
@@ -37,6 +39,7 @@ _TEMPLATE_ARGUMENTS = frozenset(
         "return_tensors",
         "return_dict",
         "return_assistant_tokens_mask",
+        "sanitize_control_tokens",
         "tokenizer_kwargs",
     }
 )
@@ -90,12 +93,12 @@ def read_media_chat(body: RequestBody, content_format: ContentFormat) -> tuple[C
 def _read_chat(body: RequestBody, content_format: ContentFormat, media: _Media) -> Chat:
     if given(body.chat_template):
         raise InexactError("chat-template-in-request")
-    messages = json.loads(bytes(body.messages))
+    messages = body.said
     if not isinstance(messages, list) or not messages:
         raise InexactError("messages")
     return Chat(
         [_message(message, content_format, media) for message in messages],
-        _tools(json.loads(bytes(body.tools))) if given(body.tools) else None,
+        _tools(plain(body.tools)) if given(body.tools) else None,
         _kwargs(body),
         _flag(body.add_special_tokens, False),
     )
@@ -104,7 +107,7 @@ def _read_chat(body: RequestBody, content_format: ContentFormat, media: _Media) 
 def _flag(field: msgspec.Raw, default: bool) -> bool:
     if not given(field):
         return default
-    value = json.loads(bytes(field))
+    value = plain(field)
     if not isinstance(value, bool):
         raise InexactError("flag")
     return value
@@ -113,15 +116,15 @@ def _flag(field: msgspec.Raw, default: bool) -> bool:
 def _kwargs(body: RequestBody) -> dict[str, Any]:
     kwargs: dict[str, Any] = {}
     if given(body.chat_template_kwargs):
-        kwargs = json.loads(bytes(body.chat_template_kwargs))
+        kwargs = plain(body.chat_template_kwargs)
         if not isinstance(kwargs, dict) or not _TEMPLATE_ARGUMENTS.isdisjoint(kwargs):
             raise InexactError("chat-template-kwargs")
     if given(body.reasoning_effort):
-        effort = json.loads(bytes(body.reasoning_effort))
+        effort = plain(body.reasoning_effort)
         kwargs.setdefault("enable_thinking", effort != "none")
         kwargs["reasoning_effort"] = effort
     if given(body.documents):
-        kwargs["documents"] = json.loads(bytes(body.documents))
+        kwargs["documents"] = plain(body.documents)
     return kwargs | {
         "add_generation_prompt": _flag(body.add_generation_prompt, True),
         "continue_final_message": _flag(body.continue_final_message, False),
@@ -137,6 +140,8 @@ def _message(message: Any, content_format: ContentFormat, media: _Media) -> dict
     if role == "assistant":
         made |= _assistant(message)
     elif role == "tool" and "tool_call_id" in message:
+        if not isinstance(message["tool_call_id"], str):
+            raise InexactError("tool-call-id")
         made["tool_call_id"] = message["tool_call_id"]
     made |= {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
     return made

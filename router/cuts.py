@@ -18,6 +18,8 @@ from typing import Any
 
 import msgspec
 
+SHORTEST = 64
+"""Characters that are tokenised in about the time that it takes to look up what they became."""
 _PRE_TOKENIZERS = frozenset(
     {
         "BertPreTokenizer",
@@ -83,12 +85,26 @@ class Cuts:
         return self._added.findall(text)
 
     def pieces(self, text: str) -> list[str]:
-        """``text`` in pieces, each but the first beginning with an added token."""
-        cutters = self._cutters
-        at = [match.start() for match in self._added.finditer(text) if match.group() in cutters]
-        if not at or at[0] > 0:
-            at.insert(0, 0)
-        return [text[start:end] for start, end in zip(at, [*at[1:], len(text)], strict=True)]
+        """``text`` in pieces of ``SHORTEST`` characters or more, each but the first beginning with an added
+        token; the last may be shorter.
+
+        Where a text is cut depends on what comes before alone: one that goes on has the same pieces so far.
+        """
+        return self._cut(text, SHORTEST)
+
+    def all_pieces(self, text: str) -> list[str]:
+        """``text``, cut wherever it can be."""
+        return self._cut(text, 1)
+
+    def _cut(self, text: str, shortest: int) -> list[str]:
+        cutters, pieces, start = self._cutters, [], 0
+        for match in self._added.finditer(text):
+            at = match.start()
+            if at - start >= shortest and match.group() in cutters:
+                pieces.append(text[start:at])
+                start = at
+        pieces.append(text[start:])
+        return pieces
 
 
 def cuts_of(backend: Any) -> Cuts | None:

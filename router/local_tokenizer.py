@@ -1,58 +1,76 @@
-"""A model's tokenizer in this process: ``transformers``, with its chat template.
+"""A model's tokenizer in this process: its ``tokenizer.json`` by ``tokenizers``, its chat template by Jinja.
 
-Everything here may take long and is for worker threads. A loaded tokenizer is never changed, so threads
-share it.
+Where the files do not say it all, or where engines say otherwise, ``transformers`` reads them.
+
+Loading may take long and is for threads, and so is tokenising more than a little text. A loaded tokenizer is
+never changed, so threads share it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from xxhash import xxh3_128_digest
 
 from router.conversation import Chat, ContentFormat, InexactError
+from router.converted_tokenizer import converted
 from router.cuts import Cuts, cuts_of
 from router.errors import RouterError
 from router.token_cache import TokenCache
+from router.tokenizer_files import AddedToken, NotPlainError, TokenizerFiles, fetched, read_files
 
 log = logging.getLogger(__name__)
-
-AT_ONCE_CHARS = 512
-"""New text that is tokenised in about the time that a thread takes to begin."""
 
 
 class TokenizerLoadError(RouterError):
     """A tokenizer that could not be loaded, and why."""
 
 
+class Templates(Protocol):
+    """A model's chat templates; ``sources`` are their texts."""
+
+    sources: Sequence[str]
+
+    def render(self, chat: Chat) -> str:
+        """The text of a chat. Raises InexactError where the template refuses it."""
+        ...
+
+
 class _Around(msgspec.Struct, frozen=True):
     """The ids that the tokenizer puts in front of and behind a text, if it is asked to add special tokens."""
 
-    before: list[int]
-    behind: list[int]
+    before: array[int]
+    behind: array[int]
+
+
+_NOTHING = _Around(array("I"), array("I"))
 
 
 class LocalTokenizer:
-    """``name`` is what its tokens are kept under in ``cache``; no two tokenizers may share it."""
+    """``name`` is what its tokens are kept under in ``cache``; no two tokenizers may share it. ``is_plain``:
+    it was read without ``transformers``.
+    """
 
-    def __init__(self, tokenizer: Any, name: str, cache: TokenCache) -> None:
-        self._tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
+    def __init__(
+        self, backend: Any, templates: Templates, name: str, cache: TokenCache, *, is_plain: bool
+    ) -> None:
+        self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._templates = templates
         self._name = name
         self._cache = cache
-        self._cuts: Cuts | None = cuts_of(self._backend)
-        self._around = _around(self._backend)
-        self._content_format = _content_format(tokenizer.chat_template)
+        self._cuts: Cuts | None = cuts_of(backend)
+        self._around = _around(backend)
+        self.is_plain = is_plain
 
     @property
     def cuts_texts(self) -> bool:
@@ -61,45 +79,32 @@ class LocalTokenizer:
 
     def render(self, chat: Chat) -> str:
         """The text of a chat. Raises InexactError where the template refuses it."""
-        try:
-            text = self._tokenizer.apply_chat_template(
-                chat.messages, tools=chat.tools, tokenize=False, **chat.kwargs
-            )
-        except Exception as error:  # templates raise what they like; the engine will say what it thinks of it
-            raise InexactError("template-refused") from error
-        if not isinstance(text, str):
-            raise InexactError("template-refused")
-        return text
+        return self._templates.render(chat)
+
+    def content_format(self) -> ContentFormat:
+        """What the template seems to want of a message's content, where no engine can be asked."""
+        formats: Any = importlib.import_module("router.chat_template")
+        found: ContentFormat = formats.content_format(self._templates.sources)
+        return found
 
     def encode(self, text: str, add_special_tokens: bool) -> array[int]:
         """The ids of a text, most of them from the cache if it goes on from one that was seen."""
-        ids = self._encode(text, add_special_tokens, len(text))
-        assert ids is not None
-        return ids
+        return self.begin(text, add_special_tokens).ids()
 
-    def encode_at_once(self, text: str, add_special_tokens: bool) -> array[int] | None:
-        """As :meth:`encode`, where next to nothing of the text is new; else None."""
-        return self._encode(text, add_special_tokens, AT_ONCE_CHARS)
-
-    def _encode(self, text: str, add_special_tokens: bool, most_new: int) -> array[int] | None:
-        """None if more than ``most_new`` characters are not in the cache."""
-        around = self._around if add_special_tokens else None
-        if self._cuts is None or (add_special_tokens and around is None):
-            if len(text) > most_new:
-                return None
-            return self._ids(text, add_special_tokens)
-        ids = array("I", around.before if around else ())
+    def begin(self, text: str, add_special_tokens: bool) -> Begun:
+        """Looks up what is known of a text: quick, whatever is not."""
+        around = self._around if add_special_tokens else _NOTHING
+        if self._cuts is None or around is None:
+            return Begun(self, _NOTHING, [None], [_Missing(0, text, b"")], add_special_tokens)
+        parts: list[array[int] | None] = []
+        missing: list[_Missing] = []
         for piece in self._cuts.pieces(text):
             digest = _digest(piece)
             kept = self._cache.get(self._name, digest)
             if kept is None:
-                most_new -= len(piece)
-                if most_new < 0:
-                    return None
-                kept = self._make(piece, digest)
-            ids.extend(kept)
-        ids.extend(around.behind if around else ())
-        return ids
+                missing.append(_Missing(len(parts), piece, digest))
+            parts.append(kept)
+        return Begun(self, around, parts, missing, False)
 
     def encode_before_media(self, chat: Chat, replaced: Chat) -> array[int]:
         """The ids in front of the first image of a chat (of :func:`router.conversation.read_media_chat`), as
@@ -118,7 +123,7 @@ class LocalTokenizer:
         brought = set(Counter(self._cuts.added(text)) - Counter(self._cuts.added(other)))
         doubtful = brought or {token for said in _strings(chat.messages) for token in self._cuts.added(said)}
         ids, at = array("I"), 0
-        for piece in self._cuts.pieces(text):
+        for piece in self._cuts.all_pieces(text):
             at += len(piece)
             if at > shared or not doubtful.isdisjoint(self._cuts.added(piece)):
                 break
@@ -128,52 +133,67 @@ class LocalTokenizer:
     def _piece(self, piece: str) -> array[int]:
         digest = _digest(piece)
         kept = self._cache.get(self._name, digest)
-        return self._make(piece, digest) if kept is None else kept
+        return self.make([_Missing(0, piece, digest)], False)[0] if kept is None else kept
 
-    def _ids(self, text: str, add_special_tokens: bool) -> array[int]:
-        """All of the text anew. ``encode`` would hold the interpreter for its whole run, half a second for
-        100,000 tokens, and the event loop with it; a batch lets go of it (``tokenizers`` 0.23:
-        ``tokenizer.rs``), and this one leaves out offsets, which take as long as all the rest.
+    def make(self, missing: Sequence[_Missing], add_special_tokens: bool) -> list[array[int]]:
+        """The ids of texts that are not known; kept, if they have a digest.
+
+        ``encode`` would hold the interpreter for its whole run, half a second for 100,000 tokens, and the
+        event loop with it; a batch lets go of it (``tokenizers`` 0.23: ``tokenizer.rs``), and this one leaves
+        out offsets, which take as long as all the rest.
         """
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return array("I", encoding.ids)
-
-    def _make(self, piece: str, digest: bytes) -> array[int]:
-        ids = self._ids(piece, False)
-        self._cache.put(self._name, self._cache.era(self._name), digest, ids)
+        era = self._cache.era(self._name)
+        texts = [part.text for part in missing]
+        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        ids = [array("I", encoding.ids) for encoding in made]
+        for part, its_ids in zip(missing, ids, strict=True):
+            if part.digest:
+                self._cache.put(self._name, era, part.digest, its_ids)
         return ids
 
-    def content_format(self) -> ContentFormat:
-        """What the template seems to want of a message's content, where no engine can be asked: parts if it
-        goes through something called content.
-        """
-        return self._content_format
+
+class _Missing(msgspec.Struct, frozen=True):
+    """A part of a text whose ids are not known: where it stands, and its digest if it may be kept."""
+
+    at: int
+    text: str
+    digest: bytes
+
+
+class Begun:
+    """A text of which some is known. ``new_chars`` is how much is not."""
+
+    def __init__(
+        self,
+        tokenizer: LocalTokenizer,
+        around: _Around,
+        parts: list[array[int] | None],
+        missing: Sequence[_Missing],
+        add_special_tokens: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._around = around
+        self._parts = parts
+        self._missing = missing
+        self._add_special_tokens = add_special_tokens
+        self.new_chars = sum(len(part.text) for part in missing)
+
+    def ids(self) -> array[int]:
+        """All ids, once the rest is tokenised. To be asked once, by whatever thread."""
+        if self._missing:
+            made = self._tokenizer.make(self._missing, self._add_special_tokens)
+            for part, its_ids in zip(self._missing, made, strict=True):
+                self._parts[part.at] = its_ids
+        ids = array("I", self._around.before)
+        for known in self._parts:
+            assert known is not None
+            ids.extend(known)
+        ids.extend(self._around.behind)
+        return ids
 
 
 def _digest(piece: str) -> bytes:
     return xxh3_128_digest(piece.encode("utf-8", "surrogatepass"))
-
-
-def _content_format(template: str | dict[str, str] | None) -> ContentFormat:
-    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
-    return "openai" if any(_loops_over_content(text) for text in texts) else "string"
-
-
-def _loops_over_content(template: str) -> bool:
-    jinja2 = importlib.import_module("jinja2")
-    nodes = importlib.import_module("jinja2.nodes")
-    try:
-        parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
-    except jinja2.TemplateError:
-        return False
-    for loop in parsed.find_all(nodes.For):
-        for node in [loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem, nodes.Name))]:
-            named = getattr(
-                node, "attr", getattr(node, "name", getattr(getattr(node, "arg", None), "value", None))
-            )
-            if named == "content":
-                return True
-    return False
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -206,28 +226,71 @@ def _around(backend: Any) -> _Around | None:
     places = [at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare]
     if not bare or len(places) != 1:
         return None
-    return _Around(full[: places[0]], full[places[0] + len(bare) :])
+    return _Around(array("I", full[: places[0]]), array("I", full[places[0] + len(bare) :]))
 
 
 def load_tokenizer(source: str, name: str, cache: TokenCache) -> LocalTokenizer:
-    """The tokenizer in a folder, or of a model on the Hugging Face hub (which may take as long as it takes).
+    """The tokenizer in a folder, or of a model on the Hugging Face hub (which may take as long as it takes);
+    by ``transformers`` where its files do not say it all.
 
     Code that comes with a model is not run. Raises TokenizerLoadError.
     """
-    # Each text is one thread's: a pool beside ours would only cost what waking it costs.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        transformers: Any = importlib.import_module("transformers")
-        local = Path(source).is_dir()
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, trust_remote_code=False, local_files_only=local
-        )
-        if not getattr(tokenizer, "is_fast", False):
-            raise TokenizerLoadError(f"{source} has no fast tokenizer (tokenizer.json)")
-        return LocalTokenizer(tokenizer, name, cache)
-    except TokenizerLoadError:
-        raise
-    except (
-        Exception
-    ) as error:  # from the network, from files, from the library: all of it is said and tried again
+        loaded = _plain(read_files(fetched(source)), name, cache)
+    except NotPlainError as why:
+        log.info("the tokenizer in %s is read by transformers: %s", source, why)
+        return load_converted(source, name, cache, because=str(why))
+    except Exception as error:  # from the network, from files, from libraries: all is said and tried again
         raise TokenizerLoadError(f"{source}: {type(error).__name__}: {error}") from error
+    _give_back_memory()
+    return loaded
+
+
+def load_converted(source: str, name: str, cache: TokenCache, *, because: str = "") -> LocalTokenizer:
+    """As :func:`load_tokenizer`, by ``transformers``."""
+    _one_thread_each()
+    try:
+        backend, templates = converted(source)
+        loaded = LocalTokenizer(backend, templates, name, cache, is_plain=False)
+    except Exception as error:
+        said = f"{because}, and " if because else ""
+        raise TokenizerLoadError(f"{source}: {said}{type(error).__name__}: {error}") from error
+    _give_back_memory()
+    return loaded
+
+
+def _plain(files: TokenizerFiles, name: str, cache: TokenCache) -> LocalTokenizer:
+    _one_thread_each()
+    tokenizers: Any = importlib.import_module("tokenizers")
+    chat_template: Any = importlib.import_module("router.chat_template")
+    backend = tokenizers.Tokenizer.from_file(str(files.tokenizer))
+    special_tokens, more = files.special_tokens, list(files.more)
+    if backend.padding is not None and "pad_token" not in special_tokens:
+        special_tokens = {**special_tokens, "pad_token": backend.padding["pad_token"]}
+        more.append(AddedToken(content=special_tokens["pad_token"], special=True))
+    _add(backend, files.tokens, tokenizers.AddedToken)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    _add(backend, [token for token in more if token.content not in known], tokenizers.AddedToken)
+    backend.encode_special_tokens = files.splits_special_tokens
+    templates = chat_template.ChatTemplates(files.templates, special_tokens)
+    return LocalTokenizer(backend, templates, name, cache, is_plain=True)
+
+
+def _add(backend: Any, tokens: Iterable[AddedToken], kind: Any) -> None:
+    """The first of several with one content counts."""
+    first: dict[str, AddedToken] = {}
+    for token in tokens:
+        first.setdefault(token.content, token)
+    backend.add_tokens([kind(**token.as_arguments()) for token in first.values()])
+
+
+def _one_thread_each() -> None:
+    """Each text is one thread's: a pool beside ours would only cost what waking it costs."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _give_back_memory() -> None:
+    """What reading the files took is twice what stays of them, and the C library would keep it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

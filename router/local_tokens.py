@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -22,7 +22,7 @@ from events.logs import Throttled
 from router import fallback
 from router.conversation import ContentFormat, InexactError, read_chat, read_media_chat
 from router.fallback import Fallback
-from router.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_tokenizer
+from router.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_converted, load_tokenizer
 from router.prompt import RequestBody, given
 from router.token_cache import TokenCache
 from router.workers import Workers, WorkersBusyError
@@ -32,14 +32,17 @@ log = logging.getLogger(__name__)
 RELOAD_AFTER_S = 300.0
 """How long a tokenizer that could not be loaded is not tried again."""
 WAITING_PER_THREAD = 16
-AT_ONCE_BYTES, AT_ONCE_MESSAGES = 256 * 1024, 32
-"""What is read and put into its template on the loop, within a millisecond, to see whether its tokens are
-known.
+AT_ONCE_BYTES, AT_ONCE_MESSAGES, AT_ONCE_TOOLS_BYTES = 256 * 1024, 64, 16 * 1024
+"""What is read and put into its template on the loop, within a millisecond. That is Python, which a thread
+would do no sooner, and not beside the loop.
 """
+AT_ONCE_CHARS = 512
+"""New text that is tokenised on the loop too, in about the time that it takes a thread to begin."""
 TRUSTED = ("agrees", "unverifiable")
 
 State = Literal["loading", "failed", "unchecked", "agrees", "differs", "unverifiable"]
 Work = Callable[[LocalTokenizer, RequestBody, ContentFormat], "array[int]"]
+Ids = Awaitable["array[int]"]
 Loader = Callable[[str, str, TokenCache], LocalTokenizer]
 FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
 
@@ -89,7 +92,8 @@ class _Local:
 class LocalTokens:
     """The local tokenizers, by model. ``sources`` are folders or names on the hub.
 
-    ``changed`` is called when one was loaded, or could not be.
+    ``changed`` is called when one was loaded, or could not be. Where engines differ from one that ``load``
+    read from its files alone, ``convert`` gets a try: it reads them by the library that engines use.
     """
 
     def __init__(
@@ -100,12 +104,14 @@ class LocalTokens:
         threads: int,
         timeout_s: float,
         load: Loader = load_tokenizer,
+        convert: Loader = load_converted,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._locals = {model: _Local(model, source) for model, source in sources.items()}
         self._cache = cache
         self._timeout_s = timeout_s
         self._load = load
+        self._convert = convert
         self._clock = clock
         self._throttled = Throttled(log, clock)
         # A load may hang on the network for good, so each has a thread of its own and none is behind another.
@@ -136,28 +142,36 @@ class LocalTokens:
 
     async def tokens(self, model: str, body: RequestBody) -> array[int] | Fallback:
         """The ids of a request's text or chat, or why they cannot be told here."""
-        local = self._locals[model]
-        if local.tokenizer is not None and local.state in TRUSTED:
-            # What is left to the thread, and what fails, comes to the same there.
-            with contextlib.suppress(Exception):
-                ids = _tokens_at_once(local.tokenizer, body, local.content_format or "string")
-                if ids is not None:
-                    return ids
-        return await self._try(model, body, _tokens)
+        return await self._try(model, body, self._tokens)
 
     async def tokens_before_media(self, model: str, body: RequestBody) -> array[int] | Fallback:
         """The ids of a chat in front of its first image, or why they cannot be told here."""
         if self._locals[model].media_agrees is False:
             return fallback.inexact("media-differs")
-        return await self._try(model, body, _tokens_before_media)
+        return await self._try(model, body, self._tokens_before_media)
 
-    async def _try(self, model: str, body: RequestBody, work: Work) -> array[int] | Fallback:
+    def _tokens(self, local: _Local, body: RequestBody, form: ContentFormat) -> Ids:
+        """Begun on the loop, where that is quick, and ended there where next to nothing is new."""
+        if not _is_quickly_rendered(body):
+            return self._in_thread(local, body, form, _tokens)
+        assert local.tokenizer is not None
+        begun = local.tokenizer.begin(*_text(local.tokenizer, body, form))
+        if begun.new_chars > AT_ONCE_CHARS:
+            return self._done_in_thread(begun.ids)
+        return _at_once(begun.ids())
+
+    def _tokens_before_media(self, local: _Local, body: RequestBody, form: ContentFormat) -> Ids:
+        return self._in_thread(local, body, form, _tokens_before_media)
+
+    async def _try(
+        self, model: str, body: RequestBody, work: Callable[[_Local, RequestBody, ContentFormat], Ids]
+    ) -> array[int] | Fallback:
         local = self._locals[model]
         self._begin_load(local)
         if local.state not in TRUSTED:
             return fallback.local(local.state)
         try:
-            return await self._in_thread(local, body, local.content_format or "string", work)
+            return await work(local, body, local.content_format or "string")
         except InexactError as error:
             return fallback.inexact(error.code)
         except WorkersBusyError:
@@ -201,6 +215,8 @@ class LocalTokens:
         local.content_format = best if best in agreeing else next(iter(sorted(agreeing)), None)
         local.state = "agrees" if agreeing else "differs"
         local.media_agrees = None if media is None else local.content_format in media
+        if not agreeing and local.tokenizer.is_plain:
+            self._begin_load(local, again=True)
 
     def doubt(self, model: str) -> None:
         """The engines may have changed: not to be used before they were asked again."""
@@ -215,20 +231,24 @@ class LocalTokens:
             local.content_format = local.content_format or local.tokenizer.content_format()
             local.state = "unverifiable"
 
-    async def _in_thread(
-        self, local: _Local, body: RequestBody, form: ContentFormat, work: Work
-    ) -> array[int]:
+    def _in_thread(self, local: _Local, body: RequestBody, form: ContentFormat, work: Work) -> Ids:
         assert local.tokenizer is not None
-        done = self._workers.run(partial(work, local.tokenizer, body, form))
+        return self._done_in_thread(partial(work, local.tokenizer, body, form))
+
+    async def _done_in_thread(self, work: Callable[[], array[int]]) -> array[int]:
+        done = self._workers.run(work)
         async with asyncio.timeout(self._timeout_s):
             return await done
 
-    def _begin_load(self, local: _Local) -> None:
-        if local.load is not None or local.tokenizer is not None or self._clock() < local.reload_at:
+    def _begin_load(self, local: _Local, *, again: bool = False) -> None:
+        """``again``: by the library that engines use, in place of the one that is there."""
+        wanted = again or local.tokenizer is None
+        if local.load is not None or not wanted or self._clock() < local.reload_at:
             return
         local.loads += 1
         name = f"{local.model}#{local.loads}"
-        local.load = self._loaders.run(partial(self._load, local.source, name, self._cache))
+        load = self._convert if again else self._load
+        local.load = self._loaders.run(partial(load, local.source, name, self._cache))
         local.load.add_done_callback(partial(self._end_load, local))
 
     def _end_load(self, local: _Local, load: asyncio.Future[LocalTokenizer]) -> None:
@@ -238,7 +258,9 @@ class LocalTokens:
         try:
             local.tokenizer = load.result()
         except TokenizerLoadError as error:
-            local.state, local.error = "failed", str(error)
+            local.error = str(error)
+            if local.tokenizer is None:
+                local.state = "failed"
             local.reload_at = self._clock() + RELOAD_AFTER_S
             log.warning(
                 "no local tokenizer for model %s, engines are asked; tried again in %g s: %s",
@@ -253,14 +275,17 @@ class LocalTokens:
         self.changed()
 
 
-def _tokens_at_once(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int] | None:
-    """On the loop: as :func:`_tokens` for a prompt of which next to nothing is new; else None."""
-    size = len(memoryview(body.messages)) + len(memoryview(body.prompt))
-    if size > AT_ONCE_BYTES or given(body.tools):
-        return None
-    if bytes(body.messages).count(b'"role"') > AT_ONCE_MESSAGES:
-        return None
-    return tokenizer.encode_at_once(*_text(tokenizer, body, form))
+async def _at_once(ids: array[int]) -> array[int]:
+    return ids
+
+
+def _is_quickly_rendered(body: RequestBody) -> bool:
+    fields = (body.messages, body.prompt, body.tools, body.documents, body.chat_template_kwargs)
+    if sum(len(memoryview(field)) for field in fields) > AT_ONCE_BYTES:
+        return False
+    if len(memoryview(body.tools)) > AT_ONCE_TOOLS_BYTES:
+        return False
+    return not given(body.messages) or len(body.said) <= AT_ONCE_MESSAGES
 
 
 def _tokens(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int]:

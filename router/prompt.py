@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ _ABSENT = Raw(b"")
 _NULL = b"null"
 
 
-class RequestBody(msgspec.Struct, frozen=True):
+class RequestBody(msgspec.Struct, frozen=True, dict=True):
     """The fields of a request that routing depends on; absent ones are empty Raw or None."""
 
     model: str | None = None
@@ -53,6 +54,14 @@ class RequestBody(msgspec.Struct, frozen=True):
     stream_options: Raw = _ABSENT
     priority: Any = None
 
+    @cached_property
+    def said(self) -> Any:
+        """The messages as plain values, made once and not to be changed.
+
+        Raises ValueError (of which msgspec's errors are) for what is no JSON.
+        """
+        return plain(self.messages)
+
     @property
     def reads_cache(self) -> bool:
         """Whether the engine reads its prefix cache for this request: not when it owes log probabilities of
@@ -73,6 +82,18 @@ def given(field: Raw) -> bool:
     text = memoryview(field)
     # Not by ``bytes(field)`` alone: that copies a prompt.
     return len(text) > len(_NULL) or bytes(text) not in (b"", _NULL)
+
+
+def plain(field: Raw) -> Any:
+    """The value of a field, as the standard library reads it, which vLLM does too.
+
+    msgspec reads it three times as fast, and the same where it reads it at all; it refuses numbers that are
+    out of the range of a double.
+    """
+    try:
+        return msgspec.json.decode(field)
+    except msgspec.MsgspecError:
+        return json.loads(bytes(field))
 
 
 _decode_body = msgspec.json.Decoder(RequestBody).decode

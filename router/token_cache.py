@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 
-from cachetools import LRUCache
-
-ENTRY_TOKENS = 32
+ENTRY_TOKENS = 96
 """What an entry costs besides its tokens, in tokens of four bytes."""
 
 
@@ -22,9 +20,9 @@ class TokenCache:
 
     def __init__(self, size_tokens: int) -> None:
         self._lock = threading.Lock()
-        self._kept: LRUCache[tuple[str, int, bytes], array[int]] = LRUCache(
-            max(1, size_tokens), getsizeof=lambda ids: ENTRY_TOKENS + len(ids)
-        )
+        self._kept: OrderedDict[tuple[str, int, bytes], array[int]] = OrderedDict()
+        self._size_tokens = size_tokens
+        self._held_tokens = 0
         self._forgotten: Counter[str] = Counter()
 
     def era(self, model: str) -> int:
@@ -32,14 +30,28 @@ class TokenCache:
         return self._forgotten[model]
 
     def get(self, model: str, digest: bytes) -> array[int] | None:
+        key = (model, self._forgotten[model], digest)
         with self._lock:
-            return self._kept.get((model, self._forgotten[model], digest))
+            ids = self._kept.get(key)
+            if ids is not None:
+                self._kept.move_to_end(key)
+            return ids
 
     def put(self, model: str, era: int, digest: bytes, ids: array[int]) -> None:
         """Keeps tokens that were made in ``era``; too many for the whole cache are not kept."""
+        key, size = (model, era, digest), ENTRY_TOKENS + len(ids)
+        if size > self._size_tokens:
+            return
         with self._lock:
-            if ENTRY_TOKENS + len(ids) <= self._kept.maxsize:
-                self._kept[model, era, digest] = ids
+            self._drop(self._kept.pop(key, None))
+            while self._held_tokens + size > self._size_tokens:
+                self._drop(self._kept.popitem(last=False)[1])
+            self._kept[key] = ids
+            self._held_tokens += size
+
+    def _drop(self, ids: array[int] | None) -> None:
+        if ids is not None:
+            self._held_tokens -= ENTRY_TOKENS + len(ids)
 
     def forget(self, model: str) -> None:
         """Nothing of ``model`` that was kept is found again."""

@@ -21,7 +21,7 @@ from router.tokens import Tokenizer
 
 def check_tokenizers(lines: Sequence[str]) -> None:
     """Raises SettingsError where local tokenizers are configured and what they need is not installed."""
-    missing = [name for name in ("transformers", "jinja2") if lines and find_spec(name) is None]
+    missing = [name for name in ("tokenizers", "jinja2") if lines and find_spec(name) is None]
     if missing:
         raise SettingsError(
             f"--tokenizer needs {' and '.join(missing)}: install the extra, warmroute[local-tokenizer]"

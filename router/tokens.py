@@ -69,15 +69,6 @@ class Tokens(msgspec.Struct, frozen=True):
         return self.ids is not None and not self.guessed_tokens
 
 
-class _Part(msgspec.Struct):
-    type: str = ""
-    text: Any = None
-
-
-class _Message(msgspec.Struct):
-    content: str | list[_Part | str] | None = None
-
-
 class _TokenizeAnswer(msgspec.Struct):
     tokens: list[int]
 
@@ -91,7 +82,6 @@ class _ErrorAnswer(msgspec.Struct):
     error: _ErrorInfo
 
 
-_decode_messages = msgspec.json.Decoder(list[_Message]).decode
 _decode_answer = msgspec.json.Decoder(_TokenizeAnswer).decode
 _decode_error = msgspec.json.Decoder(_ErrorAnswer).decode
 _encode = msgspec.json.Encoder().encode
@@ -118,25 +108,43 @@ def tokens_in_request(body: RequestBody) -> Tokens | None:
 
 def _check_messages(body: RequestBody) -> Tokens | None:
     try:
-        decoded = _decode_messages(body.messages)
-    except msgspec.MsgspecError:
+        texts, media = _contents(body.said)
+    except (TypeError, ValueError):
         return _no(fallback.UNREADABLE_MESSAGES)
-    media = sum(
-        not isinstance(part, str) and part.type not in TEXT_PARTS
-        for message in decoded
-        if isinstance(message.content, list)
-        for part in message.content
-    )
     if not media:
         return None
-    chars = len(bytes(body.tools)) + sum(_chars(message) for message in decoded)
+    chars = len(bytes(body.tools)) + sum(len(text) for text in texts)
     return Tokens(None, fallback.MULTIMODAL, guessed_tokens=chars // CHARS_PER_TOKEN + media * MEDIA_TOKENS)
 
 
-def _chars(message: _Message) -> int:
-    parts = message.content if isinstance(message.content, list) else [message.content or ""]
-    texts = (part if isinstance(part, str) else part.text for part in parts)
-    return sum(len(text) for text in texts if isinstance(text, str))
+def _contents(messages: Any) -> tuple[list[str], int]:
+    """The texts in messages, and how many parts are no text. Raises TypeError for what are no messages."""
+    texts: list[str] = []
+    media = 0
+    if not isinstance(messages, list):
+        raise TypeError("messages")
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else message
+        if isinstance(message, dict) and isinstance(content, str | None):
+            texts.append(content or "")
+        elif isinstance(message, dict) and isinstance(content, list):
+            parts = [_part(part) for part in content]
+            texts += [text for _, text in parts]
+            media += sum(kind not in TEXT_PARTS for kind, _ in parts)
+        else:
+            raise TypeError("message")
+    return texts, media
+
+
+def _part(part: Any) -> tuple[str, str]:
+    """The type and the text of one part of a content."""
+    if isinstance(part, str):
+        return "text", part
+    kind = part.get("type", "") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise TypeError("part")
+    text = part.get("text")
+    return kind, text if isinstance(text, str) else ""
 
 
 def _ids_in_prompt(prompt: Raw) -> Tokens | None:

@@ -11,7 +11,8 @@ tokenizers = pytest.importorskip("tokenizers", reason="the extra local-tokenizer
 from tokenizers import AddedToken as Added  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
 
-from router.cuts import AddedToken, Cuts, cuts_of  # noqa: E402
+from router.chat_template import ChatTemplates  # noqa: E402
+from router.cuts import SHORTEST, AddedToken, Cuts, cuts_of  # noqa: E402
 from router.local_tokenizer import LocalTokenizer  # noqa: E402
 from router.token_cache import TokenCache  # noqa: E402
 from tests.router.chats import ODD  # noqa: E402
@@ -36,15 +37,6 @@ FRAGMENTS = [
     "ab" * 5,
 ]
 CORPUS = ["the word is a word, ab abab <s> Word Grüße 123", " ".join(ODD), "def f(x): return x"] * 3
-
-
-class Holder:
-    """What the router needs of a transformers tokenizer to encode."""
-
-    chat_template = None
-
-    def __init__(self, backend: Any) -> None:
-        self.backend_tokenizer = backend
 
 
 def byte_level(prefix_space: bool = False, **model: Any) -> Any:
@@ -131,7 +123,9 @@ BACKENDS = {
     "unigram": unigram(),
 }
 LOCAL = {
-    name: LocalTokenizer(Holder(with_added(backend)), name, TokenCache(1_000_000))
+    name: LocalTokenizer(
+        with_added(backend), ChatTemplates({}, {}), name, TokenCache(1_000_000), is_plain=True
+    )
     for name, backend in BACKENDS.items()
 }
 
@@ -152,21 +146,36 @@ def test_ix09_a_text_in_pieces_has_the_tokens_of_the_whole(kind: str, parts: lis
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14))
 def test_pieces_are_the_text_and_begin_with_a_token(parts: list[str]) -> None:
     text = "".join(parts)
-    pieces = Cuts([AddedToken(content) for content in SPECIAL]).pieces(text)
-    assert "".join(pieces) == text
-    assert all(piece.startswith(tuple(SPECIAL)) for piece in pieces[1:])
+    cuts = Cuts([AddedToken(content) for content in SPECIAL])
+    for pieces in (cuts.pieces(text), cuts.all_pieces(text)):
+        assert "".join(pieces) == text
+        assert all(piece.startswith(tuple(SPECIAL)) for piece in pieces[1:])
+    assert all(len(piece) >= SHORTEST for piece in cuts.pieces(text)[:-1])
+
+
+@settings(deadline=None)
+@given(
+    before=st.lists(st.sampled_from(FRAGMENTS), max_size=30),
+    behind=st.lists(st.sampled_from(FRAGMENTS), max_size=30),
+)
+def test_a_text_that_goes_on_has_the_same_pieces_so_far(before: list[str], behind: list[str]) -> None:
+    cuts = Cuts([AddedToken(content) for content in SPECIAL])
+    text = "".join(before)
+    # A token may come about where the two meet: the piece that ends there is not yet done.
+    *done, _ = cuts.pieces(text.rstrip("<|ab>s/think") + "<s>")
+    assert cuts.pieces(text.rstrip("<|ab>s/think") + "<s>" + "".join(behind))[: len(done)] == done
 
 
 def test_a_longer_token_wins_as_it_does_in_the_tokenizer() -> None:
     cuts = Cuts([AddedToken("<a>"), AddedToken("<a><b>"), AddedToken("<b>")])
-    assert cuts.pieces("x<a><b><b><a>") == ["x", "<a><b>", "<b>", "<a>"]
+    assert cuts.all_pieces("x<a><b><b><a>") == ["x", "<a><b>", "<b>", "<a>"]
 
 
 def test_no_cut_where_a_token_takes_spaces_along_or_is_only_found_in_normalised_text() -> None:
     cuts = Cuts(
         [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("<n>", normalized=True)]
     )
-    assert cuts.pieces("x <l> <r> <n> y") == ["x <l> <r> <n> y"]
+    assert cuts.all_pieces("x <l> <r> <n> y") == ["x <l> <r> <n> y"]
 
 
 def spoiled_by_a_word(backend: Any) -> None:

@@ -82,7 +82,7 @@ def test_the_next_turn_pays_for_its_new_text_only(folder: str, monkeypatch: pyte
         encoded.clear()
         ids = local.encode(local.render(read_chat(body({"messages": turns[:length]}), "string")), False)
     # The answer to the turn before and the new question, and nothing of what was said earlier.
-    assert [piece[:12] for piece in encoded] == ["<s>assistant", "<s>user\nturn"]
+    assert [piece[:16] for piece in encoded] == ["</s><s>assistant", "</s><s>user\nturn"]
     whole = backend.encode(
         local.render(read_chat(body({"messages": turns}), "string")), add_special_tokens=False
     ).ids

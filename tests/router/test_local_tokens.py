@@ -4,13 +4,23 @@ import asyncio
 import json
 import threading
 from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from router import fallback
 from router.local_tokenizer import TokenizerLoadError
-from router.local_tokens import FORMATS, RELOAD_AFTER_S, LocalTokens
+from router.local_tokens import (
+    AT_ONCE_BYTES,
+    AT_ONCE_CHARS,
+    AT_ONCE_MESSAGES,
+    AT_ONCE_TOOLS_BYTES,
+    FORMATS,
+    RELOAD_AFTER_S,
+    LocalTokens,
+)
 from router.prompt import read_body
 from router.token_cache import TokenCache
 
@@ -22,10 +32,20 @@ class Clock:
         return self.now
 
 
+class Begun:
+    """A text of which nothing is known."""
+
+    new_chars = AT_ONCE_CHARS + 1
+
+    def __init__(self, ids: Callable[[], array[int]]) -> None:
+        self.ids = ids
+
+
 class Bytes:
     """A tokenizer whose ids are bytes. ``hold`` keeps its threads until it is set."""
 
     cuts_texts = False
+    is_plain = False
 
     def __init__(self) -> None:
         self.hold = threading.Event()
@@ -40,8 +60,8 @@ class Bytes:
         assert self.hold.wait(10)
         return array("I", list((b"^" if add_special_tokens else b"") + text.encode()))
 
-    def encode_at_once(self, text: str, add_special_tokens: bool) -> None:
-        return None
+    def begin(self, text: str, add_special_tokens: bool) -> Any:
+        return Begun(partial(self.encode, text, add_special_tokens))
 
     def content_format(self) -> str:
         return "string"
@@ -202,4 +222,74 @@ async def test_a_tokenizer_that_fails_is_a_reason_and_no_error() -> None:
     await ready(local, "model-a")
     local.judge("model-a", set(FORMATS))
     assert await local.tokens("model-a", body(prompt="x")) == fallback.inexact("error")
+    local.close()
+
+
+async def test_ix09_the_library_of_the_engines_gets_one_try_where_they_differ_and_another_in_time() -> None:
+    clock, plain = Clock(), Bytes()
+    plain.is_plain = True
+    loader, converter = Loader(a=plain), Loader(a=TokenizerLoadError("transformers is not installed"))
+    local = make(loader, clock, convert=converter)
+    await ready(local, "model-a")
+    loaded = asyncio.Event()
+    local.changed = loaded.set
+    for tries in (1, 2):
+        local.judge("model-a", set())
+        async with asyncio.timeout(10):
+            await loaded.wait()
+        loaded.clear()
+        local.judge("model-a", set())
+        assert len(converter.loads) == tries
+        assert (local.state("model-a"), local.told()[0].error) == ("differs", "transformers is not installed")
+        clock.now += RELOAD_AFTER_S
+    converter.sources["a"] = Bytes()
+    local.judge("model-a", set())
+    async with asyncio.timeout(10):
+        await loaded.wait()
+    assert (local.state("model-a"), local.told()[0].error) == ("unchecked", None)
+    local.judge("model-a", set())
+    assert len(converter.loads) == 3, "there is nothing else to try"
+    assert len(loader.loads) == 1
+    local.close()
+
+
+@pytest.mark.parametrize("new_chars", [AT_ONCE_CHARS, AT_ONCE_CHARS + 1])
+async def test_px13_what_is_new_is_tokenised_on_the_loop_only_if_it_is_little(
+    new_chars: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Begun, "new_chars", new_chars)
+    tokenizer = Bytes()
+    local = make(Loader(a=tokenizer))
+    await ready(local, "model-a")
+    local.judge("model-a", set(FORMATS))
+    await local.tokens("model-a", body(messages=[{"role": "user", "content": "x"}]))
+    expected = threading.current_thread().name if new_chars <= AT_ONCE_CHARS else "tokenize"
+    assert tokenizer.threads == {expected}
+    local.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "x" * AT_ONCE_BYTES}]},
+        {"messages": [{"role": "user", "content": "x"}] * (AT_ONCE_MESSAGES + 1)},
+        {"prompt": "x" * AT_ONCE_BYTES},
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [
+                {"type": "function", "function": {"name": "f", "description": "x" * AT_ONCE_TOOLS_BYTES}}
+            ],
+        },
+    ],
+)
+async def test_px13_what_is_long_to_render_is_never_on_the_loop(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Begun, "new_chars", 0)
+    tokenizer = Bytes()
+    local = make(Loader(a=tokenizer))
+    await ready(local, "model-a")
+    local.judge("model-a", set(FORMATS))
+    await local.tokens("model-a", body(**fields))
+    assert tokenizer.threads == {"tokenize"}
     local.close()

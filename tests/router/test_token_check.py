@@ -9,6 +9,7 @@ import json
 import random
 import threading
 from array import array
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -236,15 +237,15 @@ async def test_px13_health_and_other_requests_are_answered_while_every_tokenizin
         engine, lookup=lookup, tokenizer=(f"m={folders['one']}",), tokenizer_threads=2
     )
     await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
-    hold, held, real = threading.Event(), threading.Semaphore(0), LocalTokenizer.encode
+    hold, held, real = threading.Event(), threading.Semaphore(0), LocalTokenizer.make
 
-    def encode(self: LocalTokenizer, text: str, add_special_tokens: bool) -> array[int]:
+    def make(self: LocalTokenizer, *parts: Any) -> list[array[int]]:
         assert threading.current_thread() is not threading.main_thread()
         held.release()
         assert hold.wait(20)
-        return real(self, text, add_special_tokens)
+        return real(self, *parts)
 
-    monkeypatch.setattr(LocalTokenizer, "encode", encode)
+    monkeypatch.setattr(LocalTokenizer, "make", make)
     prompts = [f"{number} " + "word " * 20_000 for number in range(8)]
     sent = [asyncio.create_task(router.complete(prompt)) for prompt in prompts]
     for _ in range(2):
@@ -264,3 +265,23 @@ async def test_ix11_no_form_of_a_prompt_is_an_error_of_ours(prompt: Any, agreed:
     router = agreed.router
     assert (await router.complete(prompt)).status == 200
     assert (await router.complete(prompt_embeds="AAAA")).status == 200
+
+
+async def test_ix09_where_engines_differ_from_the_files_transformers_reads_them(
+    kit: Any, start_engine: Any, start_router: Any, tmp_path: Path
+) -> None:
+    # A class of transformers makes the tokenizer anew from its vocabulary, whatever its file says.
+    folder = tmp_path / "one"
+    small_tokenizer.save(folder)
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    file.write_text(file.read_text().replace('"normalizer":null', '"normalizer":{"type":"Lowercase"}'))
+    config.write_text(config.read_text().replace("PreTrainedTokenizerFast", "Qwen2Tokenizer"))
+    theirs = Tokenize(str(folder))
+    assert theirs.ids({"prompt": "A"}) != theirs.ids({"prompt": "a"})
+    engine = await start_engine(tokenize=theirs)
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folder}",))
+    await kit.wait_until(lambda: state(router) == "agrees", "transformers gives the engine's ids")
+    assert await router.metric("tokenizer_checks_total", model="m", outcome="differs") == 1
+    await router.complete("A prompt")
+    assert lookup.asked.pop()[1] == array("I", theirs.ids({"prompt": "A prompt"}))
