@@ -36,11 +36,17 @@ class Backlog(msgspec.Struct, frozen=True):
     others: float = 0.0
     own: Own = Own()
 
-    def others_now(self, own: Own, computed_since: float) -> float:
-        """Others' tokens by now, if the engine has computed so many since, and ours are like that now."""
-        own_computed = (self.own.tokens - self.own.computed) + (own.sent - self.own.sent)
-        own_computed -= own.tokens - own.computed
-        return max(0.0, self.others - max(0.0, computed_since - max(0, own_computed)))
+    def others_now(self, own_left: int, own_sent: int, computed_since: float) -> float:
+        """Others' tokens by now, if the engine has computed so many since, ``own_left`` of ours are not
+        computed, and so many were ever sent there.
+        """
+        then = self.own
+        own_computed = (then.tokens - then.computed) + (own_sent - then.sent) - own_left
+        if own_computed > 0:
+            computed_since -= own_computed
+        if computed_since <= 0.0:
+            return self.others
+        return self.others - computed_since if self.others > computed_since else 0.0
 
 
 def begun_tokens(

@@ -5,10 +5,9 @@ Pure but for the clock and the random source it is given, so the fleet simulatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import msgspec
-from msgspec.structs import replace
 
 from indexer.reader import Matched
 from router.backlog import level
@@ -16,9 +15,11 @@ from router.crowding import Crowding
 from router.decision import Ask, Candidate, RandomSource, Ranked
 from router.displacement import Displacement
 from router.hints import Hints
+from router.latency import Speed
 from router.load import Load, Reservation, StreamLoad
 from router.policies import Policy
 from router.replicas import StreamId
+from router.reported import Reported
 
 CPU_CREDIT, DISK_CREDIT = 0.5, 0.25
 """What a cached token is worth that must be fetched first, against one on the GPU."""
@@ -58,6 +59,7 @@ class Chooser:
         self, load: Load, rng: RandomSource, clock: Callable[[], float], *, mark_tokens: int
     ) -> None:
         self.load = load
+        load.told = self._note_report
         self.hints = Hints()
         self.displacement = Displacement(mark_tokens)
         self.crowding = Crowding()
@@ -65,16 +67,15 @@ class Chooser:
         self._clock = clock
         self._mark_tokens = mark_tokens
 
-    def choose(self, policy: Policy, subject: Subject, streams: Iterable[StreamId]) -> Choice:
+    def choose(self, policy: Policy, subject: Subject, streams: Sequence[StreamId]) -> Choice:
         """The streams, of which there is one at least, ranked by the policy; the first is booked."""
         now = self._clock()
-        hinted = self.hints.soon(subject.marks, now)
-        loads = [(stream, self._load_now(stream)) for stream in streams]
-        self.crowding.found((stream, load.prefill_tokens > 0) for stream, load in loads)
-        loads = self._filled(loads)
-        candidates = [self._candidate(stream, subject, hinted.get(stream, 0), load) for stream, load in loads]
-        held = max(candidate.reused_tokens for candidate in candidates)
-        self.displacement.asked(subject.marks, held // self._mark_tokens)
+        loads = self.load.waiting(streams)
+        self.crowding.found(zip(streams, [load.prefill_tokens > 0 for load in loads], strict=True))
+        candidates = self._candidates(subject, streams, loads, now)
+        if subject.marks:
+            held = max([candidate.reused_tokens for candidate in candidates])
+            self.displacement.asked(subject.marks, held // self._mark_tokens)
         ask = Ask(
             subject.prompt_tokens,
             subject.turn,
@@ -97,67 +98,61 @@ class Chooser:
         """The replica is none of ours any more."""
         for stream in self.load.sent_to(replica):
             self.forget(stream)
-            self.displacement.remove(stream)
+        self.displacement.gone(replica)
         self.load.forget(replica)
 
-    def _load_now(self, stream: StreamId) -> StreamLoad:
-        """What is booked there, without the prompt tokens that are computed by now."""
-        booked = self.load.of(stream)
-        if not booked.prefill_tokens or not (computed := self.load.computed_tokens(stream)):
-            return booked
-        waiting = max(0, booked.prefill_tokens - computed)
-        return StreamLoad(booked.requests, waiting, booked.decoding)
+    def _candidates(
+        self, subject: Subject, streams: Sequence[StreamId], loads: Sequence[StreamLoad], now: float
+    ) -> list[Candidate]:
+        """What is known of each stream, with its load of ``loads``."""
+        prompt_tokens, matches = subject.prompt_tokens, subject.matches or {}
+        soon = self.hints.soon(subject.marks, now)
+        speeds = [self.load.latency.of(stream) for stream in streams]
+        queued = self._filled(streams, loads, speeds)
+        behind, rooms = self.crowding.behind(streams), self.displacement.rooms(streams)
+        found = []
+        for number, stream in enumerate(streams):
+            load, speed, matched = loads[number], speeds[number], matches.get(stream)
+            cached, credited = _credit(matched, prompt_tokens)
+            hinted = 0
+            if prompt_tokens and stream in soon:
+                hinted = min(soon[stream] * self._mark_tokens, prompt_tokens - 1)
+            candidate = Candidate(
+                replica=stream[0],
+                rank=stream[1],
+                matched_tokens=cached,
+                credited_tokens=credited,
+                hinted_tokens=hinted,
+                block_size=0 if matched is None else matched.block_size,
+                state=None if matched is None else matched.state,
+                weight=None if matched is None else matched.weight,
+                requests=load.requests,
+                prefill_tokens=queued[number],
+                decoding=load.decoding,
+                overhead_s=speed.overhead_s,
+                s_per_token=speed.s_per_token,
+                behind=behind[number],
+                room_tokens=rooms[number],
+            )
+            found.append(candidate)
+        return found
 
-    def _filled(self, loads: list[tuple[StreamId, StreamLoad]]) -> list[tuple[StreamId, StreamLoad]]:
-        """With what other routers are likely to have sent since the streams were looked at, where least
-        waits.
+    def _filled(
+        self, streams: Sequence[StreamId], loads: Sequence[StreamLoad], speeds: Sequence[Speed]
+    ) -> list[int]:
+        """The tokens to prefill of ``loads``, with what other routers are likely to have sent since the
+        streams were looked at, where least waits.
         """
-        work = self.load.unseen_tokens(stream for stream, _ in loads)
+        queued = [load.prefill_tokens for load in loads]
+        work = self.load.unseen_tokens(streams)
         if not work:
-            return loads
-        speeds = [self.load.latency.of(stream).s_per_token for stream, _ in loads]
-        waits = [
-            (speed * load.prefill_tokens, 1 / speed) for speed, (_, load) in zip(speeds, loads, strict=True)
-        ]
-        seconds = level(waits, work)
-        return [
-            (stream, replace(load, prefill_tokens=max(load.prefill_tokens, round(seconds / speed))))
-            for speed, (stream, load) in zip(speeds, loads, strict=True)
-        ]
+            return queued
+        each = [speed.s_per_token for speed in speeds]
+        seconds = level([(s * tokens, 1 / s) for s, tokens in zip(each, queued, strict=True)], work)
+        return [max(tokens, round(seconds / s)) for s, tokens in zip(each, queued, strict=True)]
 
-    def _candidate(
-        self, stream: StreamId, subject: Subject, hinted_marks: int, load: StreamLoad
-    ) -> Candidate:
-        speed, prompt_tokens = self.load.latency.of(stream), subject.prompt_tokens
-        matched = subject.matches.get(stream) if subject.matches else None
-        cached, credited = _credit(matched, prompt_tokens)
-        hinted = 0
-        if hinted_marks and prompt_tokens:
-            hinted = min(hinted_marks * self._mark_tokens, prompt_tokens - 1)
-        return Candidate(
-            replica=stream[0],
-            rank=stream[1],
-            matched_tokens=cached,
-            credited_tokens=credited,
-            hinted_tokens=hinted,
-            block_size=matched.block_size if matched else 0,
-            state=matched.state if matched else None,
-            weight=matched.weight if matched else None,
-            requests=load.requests,
-            prefill_tokens=load.prefill_tokens,
-            decoding=load.decoding,
-            overhead_s=speed.overhead_s,
-            s_per_token=speed.s_per_token,
-            behind=self.crowding.behind(stream),
-            room_tokens=self._room_tokens(stream),
-        )
-
-    def _room_tokens(self, stream: StreamId) -> int | None:
-        reported = self.load.reported(stream)
-        if reported is None:
-            return None
+    def _note_report(self, stream: StreamId, reported: Reported) -> None:
         self.displacement.capacity(stream, reported.capacity_tokens)
-        return self.displacement.room_tokens(stream)
 
     def _book(self, subject: Subject, chosen: Candidate, now: float) -> tuple[int, Reservation]:
         tokens = subject.guessed_tokens

@@ -14,6 +14,8 @@ minute does not move it.
 """
 FIRST_SHARE = 0.05
 """What the first ones count for."""
+MANY = round(1 / SHARE - 1 / FIRST_SHARE)
+"""From so many on, all count for the same."""
 OWN = 0.7
 """How much of a stream's utilisation is its own average; the rest is the mean of all. Its own says where load
 stays, but it is made of few observations; the mean steadies it.
@@ -38,25 +40,32 @@ class Crowding:
 
     def found(self, streams: Iterable[tuple[StreamId, bool]]) -> None:
         """A request came, and found each of the streams busy or not."""
-        shares = []
+        averages, shares = self._busy, []
         for stream, busy in streams:
-            average = self._busy.get(stream) or self._busy.setdefault(stream, _Average(self._mean))
-            average.count += 1
-            share = 1 / (average.count + 1 / FIRST_SHARE)
-            average.value += (share if share > SHARE else SHARE) * (busy - average.value)
-            shares.append(average.value)
+            average = averages.get(stream)
+            if average is None:
+                average = averages[stream] = _Average(self._mean)
+            average.count = count = average.count + 1
+            share = SHARE if count >= MANY else 1 / (count + 1 / FIRST_SHARE)
+            before = average.value
+            average.value = after = before + share * (busy - before)
+            shares.append(after)
         self._mean = sum(shares) / len(shares)
 
-    def behind(self, stream: StreamId) -> float:
-        """How many requests behind this one wait for each unit of work that it brings there, on average.
+    def behind(self, streams: Iterable[StreamId]) -> list[float]:
+        """How many requests behind this one wait for each unit of work that it brings to each of the streams,
+        on average.
 
         Beside ``found``: the mean is of the streams that were given last.
         """
-        average = self._busy.get(stream)
-        own = self._mean if average is None else average.value
-        utilisation = OWN * own + (1 - OWN) * self._mean
-        utilisation = utilisation if utilisation < MOST else MOST
-        return utilisation / (1.0 - utilisation)
+        averages, mean, found = self._busy, self._mean, []
+        of_all = (1 - OWN) * mean
+        for stream in streams:
+            average = averages.get(stream)
+            utilisation = OWN * (mean if average is None else average.value) + of_all
+            utilisation = utilisation if utilisation < MOST else MOST
+            found.append(utilisation / (1.0 - utilisation))
+        return found
 
     def forget(self, stream: StreamId) -> None:
         """The stream begins anew, or is gone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -72,13 +72,54 @@ class Ask(msgspec.Struct, frozen=True):
     seat: StreamId | None = None
 
 
+class Why(Protocol):
+    """How a policy came to its costs. Asked when somebody reads them: nobody does of most candidates."""
+
+    def terms(self, item: Ranked) -> Mapping[str, float]:
+        """What adds up to the candidate's cost."""
+
+    def reason(self, item: Ranked) -> str:
+        """Why it costs that, in words."""
+
+
 class Ranked(msgspec.Struct, frozen=True, gc=False):
-    """A candidate with its cost (lower is better), the terms that add up to it, and the reason in words."""
+    """A candidate with its cost (lower is better), and why it is that: the terms that add up to it, and the
+    reason in words.
+    """
 
     candidate: Candidate
     cost: float
-    terms: Mapping[str, float]
-    reason: str
+    why: Why
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        return self.why.terms(self)
+
+    @property
+    def reason(self) -> str:
+        return self.why.reason(self)
+
+    def shown(self) -> dict[str, Any]:
+        """As JSON shows it."""
+        return {
+            "candidate": msgspec.to_builtins(self.candidate),
+            "cost": self.cost,
+            "terms": self.terms,
+            "reason": self.reason,
+        }
+
+
+class Said(msgspec.Struct, frozen=True):
+    """Of a policy that has few words: the same reason for all, and a cost of one term."""
+
+    term: str
+    text: str
+
+    def terms(self, item: Ranked) -> Mapping[str, float]:
+        return {self.term: item.cost}
+
+    def reason(self, item: Ranked) -> str:
+        return self.text
 
 
 class RandomSource(Protocol):
@@ -124,6 +165,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def mode(self) -> Literal["policy", "fallback"]:
         return "fallback" if self.fallback else "policy"
+
+    def shown(self) -> dict[str, Any]:
+        """As JSON shows it."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {**fields, "ranked": [item.shown() for item in self.ranked], "mode": self.mode}
 
     def headers(self) -> dict[str, str]:
         """The response headers that say it. Without tokens there are no counts."""

@@ -34,11 +34,7 @@ class Entry:
 
     def shown(self) -> dict[str, Any]:
         """As JSON shows it."""
-        return {
-            **msgspec.to_builtins(self.decision),
-            "mode": self.decision.mode,
-            "outcome": msgspec.to_builtins(self.outcome),
-        }
+        return {**self.decision.shown(), "outcome": msgspec.to_builtins(self.outcome)}
 
 
 class DecisionLog:

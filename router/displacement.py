@@ -11,7 +11,7 @@ the less of it comes back.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from router.replicas import StreamId
 
@@ -33,10 +33,11 @@ class _Book:
     def use(self, marks: Sequence[Hashable]) -> list[Hashable]:
         """Makes them the most recently used, the head last. Returns what has no room any more."""
         kept = marks if self.every == 1 else [mark for mark in marks if hash(mark) % self.every == 0]
+        book = self.marks
         for mark in reversed(kept):
-            self.marks[mark] = None
-            self.marks.move_to_end(mark)
-        return [self.marks.popitem(last=False)[0] for _ in range(len(self.marks) - self.capacity)]
+            book[mark] = None
+            book.move_to_end(mark)
+        return [book.popitem(last=False)[0] for _ in range(len(book) - self.capacity)]
 
 
 class Displacement:
@@ -51,22 +52,30 @@ class Displacement:
         self._displaced: OrderedDict[Hashable, int] = OrderedDict()
         self._displaced_marks = 0.0
         self._wanted_marks = 0.0
+        self._room = 0
+        self._room_marks = 0
 
     def capacity(self, stream: StreamId, tokens: int | None) -> None:
         """How many tokens fit in the stream's cache, as its engine says; None where it does not."""
         marks = tokens // self._mark_tokens if tokens else 0
         book = self._books.get(stream)
-        if not marks:
-            self._books.pop(stream, None)
-        elif book is None or book.of_marks != marks:
+        if marks == (book.of_marks if book is not None else 0):
+            return
+        if marks:
             self._books[stream] = _Book(marks)
+        else:
+            del self._books[stream]
+        self._measure()
 
-    def room_tokens(self, stream: StreamId) -> int | None:
-        """Tokens that fit in the stream's cache before anything is pushed out; None where that is unknown."""
-        book = self._books.get(stream)
-        if book is None:
-            return None
-        return (book.capacity - len(book.marks)) * book.every * self._mark_tokens
+    def rooms(self, streams: Iterable[StreamId]) -> list[int | None]:
+        """Tokens that fit in each stream's cache before anything is pushed out; None where nobody knows."""
+        books, mark_tokens = self._books, self._mark_tokens
+        return [
+            None
+            if (book := books.get(stream)) is None
+            else (book.capacity - len(book.marks)) * book.every * mark_tokens
+            for stream in streams
+        ]
 
     @property
     def worth(self) -> float:
@@ -95,15 +104,20 @@ class Displacement:
         if book is not None:
             book.marks.clear()
 
-    def remove(self, stream: StreamId) -> None:
-        """The stream is gone."""
-        self._books.pop(stream, None)
+    def gone(self, replica: str) -> None:
+        """The replica is none of ours any more."""
+        self._books = {stream: book for stream, book in self._books.items() if stream[0] != replica}
+        self._measure()
+
+    def _measure(self) -> None:
+        """How much all books together have room for: in kept marks, and in all that these stand for."""
+        self._room = sum(book.capacity for book in self._books.values())
+        self._room_marks = sum(book.capacity * book.every for book in self._books.values())
 
     def _fade(self) -> None:
         """Forgets what was displaced long ago, and halves the counts when they have grown."""
-        room = sum(book.capacity for book in self._books.values())
-        while len(self._displaced) > room:
+        while len(self._displaced) > self._room:
             self._displaced.popitem(last=False)
-        if self._displaced_marks > HALF_LIFE * sum(b.capacity * b.every for b in self._books.values()):
+        if self._displaced_marks > HALF_LIFE * self._room_marks:
             self._displaced_marks /= 2
             self._wanted_marks /= 2

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
 
 from router.replicas import StreamId
 
@@ -57,27 +58,29 @@ class Hints:
             self._hinted[number] = (stream, marks)
             self._marks += len(marks)
             for mark in marks:
-                holders = self._holders.setdefault(mark, {})
-                holders[stream] = holders.get(stream, 0) + 1
+                holders = self._holders.get(mark)
+                if holders is None:
+                    self._holders[mark] = {stream: 1}
+                else:
+                    holders[stream] = holders.get(stream, 0) + 1
             heapq.heappush(self._expiries, (now + min(LONGEST_S, predicted_s + LINGER_S), number))
         while self._marks > MOST_MARKS and self._expiries:
             self._drop(heapq.heappop(self._expiries)[1])
         return Hint(self, number)
 
-    def soon(self, marks: Iterable[Hashable], now: float) -> dict[StreamId, int]:
+    def soon(self, marks: Sequence[Hashable], now: float) -> dict[StreamId, int]:
         """How many leading marks each stream will have soon; streams with none are left out."""
         self._expire(now)
-        found: dict[StreamId, int] = {}
-        going: set[StreamId] | None = None
-        for number, mark in enumerate(marks, start=1):
-            holders = self._holders.get(mark)
-            if holders is None:
+        if not marks or marks[0] not in self._holders:
+            return {}
+        # Who has a mark has all before it, so the marks that anybody has are the first ones.
+        known = bisect_left(range(len(marks)), True, key=lambda place: marks[place] not in self._holders)
+        holders, found = self._holders[marks[0]], dict[StreamId, int]()
+        for number in range(known, 0, -1):
+            for stream in self._holders[marks[number - 1]]:
+                found.setdefault(stream, number)
+            if len(found) == len(holders):
                 break
-            going = set(holders) if going is None else going & holders.keys()
-            if not going:
-                break
-            for stream in going:
-                found[stream] = number
         return found
 
     def forget(self, stream: StreamId) -> None:

@@ -61,17 +61,13 @@ class Latency:
         self._seen_at: dict[StreamId, float] = {}
         self._speeds: dict[StreamId, Speed] = {}
         self._typical = Speed()
+        self._unlike: dict[StreamId, Speed] = {}
 
     def of(self, stream: StreamId) -> Speed:
         """The speed of one stream; the typical one where it is like that, or not known well enough."""
-        own, typical = self._speeds.get(stream), self._typical
-        if (
-            own is None
-            or 1 / ALIKE <= own.s_per_token / typical.s_per_token <= ALIKE
-            or len(self._seen[stream]) < TRUSTED_FROM
-            or self._clock() - self._seen_at[stream] > FRESH_S
-        ):
-            return typical
+        own = self._unlike.get(stream)
+        if own is None or self._clock() - self._seen_at[stream] > FRESH_S:
+            return self._typical
         return own
 
     def observe(self, stream: StreamId, tokens: int, seconds: float) -> None:
@@ -82,14 +78,25 @@ class Latency:
         seen.append((tokens, seconds))
         self._seen_at[stream] = self._clock()
         self._speeds[stream] = _line(seen, self._typical.overhead_s)
-        self._typical = _middle(self._speeds.values())
+        self._compare()
 
     def forget(self, stream: StreamId) -> None:
         """The stream's engine is another process now, or gone."""
         self._seen.pop(stream, None)
         self._seen_at.pop(stream, None)
         if self._speeds.pop(stream, None) is not None and self._speeds:
-            self._typical = _middle(self._speeds.values())
+            self._compare()
+        self._unlike.pop(stream, None)
+
+    def _compare(self) -> None:
+        """Finds the typical speed, and whose is known well enough and not like it."""
+        typical = self._typical = _middle(self._speeds.values())
+        self._unlike = {
+            stream: own
+            for stream, own in self._speeds.items()
+            if not 1 / ALIKE <= own.s_per_token / typical.s_per_token <= ALIKE
+            and len(self._seen[stream]) >= TRUSTED_FROM
+        }
 
 
 def _line(seen: Iterable[tuple[int, float]], overhead_s: float) -> Speed:

@@ -107,6 +107,31 @@ class _Seen(msgspec.Struct, frozen=True):
     waiting_share: float
 
 
+class _Book:
+    """One stream's page: the ``load`` of this process there; the ``line`` of its requests whose prefill is
+    not over, with when they came, in the order in which they were sent, as engines prefill first come, first
+    served; those that are taken to be ``prefilled`` at some time (a heap); how many were ever ``sent``, of
+    how many tokens; when one that was first in the line ``left``; what the engine said last.
+    """
+
+    __slots__ = ("left", "line", "load", "prefilled", "seen", "sent", "sent_tokens")
+
+    def __init__(self) -> None:
+        self.load = IDLE
+        self.line: dict[Reservation, float] = {}
+        self.prefilled: list[tuple[float, int, Reservation]] = []
+        self.sent = 0
+        self.sent_tokens = 0
+        self.left = 0.0
+        self.seen: _Seen | None = None
+
+    def first(self) -> tuple[float, int]:
+        """When the first in the line came, and its tokens; NEVER where none waits."""
+        for reservation, joined in self.line.items():
+            return joined, reservation.prefill_tokens
+        return NEVER, 0
+
+
 class Load:
     """The book of reservations, and what the engines report beside it.
 
@@ -127,26 +152,54 @@ class Load:
         self.latency = Latency(clock)
         self.pace = Pace()
         self._clock = clock
-        self._streams: dict[StreamId, StreamLoad] = {}
+        self._books: dict[StreamId, _Book] = {}
         self._shares = shares
-        self._prefilling: dict[StreamId, _Line] = {}
-        self._left: dict[StreamId, float] = {}
-        self._prefilled_at: dict[StreamId, list[tuple[float, int, Reservation]]] = {}
         self._numbers = itertools.count()
-        self._seen: dict[StreamId, _Seen] = {}
-        self._sent: dict[StreamId, int] = {}
-        self._sent_tokens: dict[StreamId, int] = {}
         self._echo = 0.0
         self._request_tokens = float(UNKNOWN_REQUEST_TOKENS)
         self._requests_known = False
         self.released: Callable[[], None] = lambda: None
+        self.told: Callable[[StreamId, Reported], None] = lambda stream, reported: None
 
     def of(self, stream: StreamId) -> StreamLoad:
         """The load of one stream: the router's, and what others are thought to have there."""
-        ours = self.together(stream)
-        if stream not in self._seen or (others := self.others(stream)) is IDLE:
-            return ours
-        return ours + others
+        ours, others = self.together(stream), self.others(stream)
+        return ours if others is IDLE else ours + others
+
+    def waiting(self, streams: Iterable[StreamId]) -> list[StreamLoad]:
+        """The load of each of the streams as :meth:`of` gives it, without the prompt tokens of ours that are
+        computed by now.
+        """
+        books, shares, now, echo = self._books, self._shares, self._clock(), self._echo
+        found = []
+        for stream in streams:
+            book = books.get(stream)
+            share = NO_SHARE if shares is None else shares.of(stream)
+            if book is None:
+                found.append(IDLE if share is NO_SHARE else self._waiting(stream, _NOTHING, share, now))
+                continue
+            if book.prefilled:
+                self._settle(book)
+            seen = book.seen
+            if share is NO_SHARE and (seen is None or not (seen.others or echo)) and not book.line:
+                found.append(book.load)
+            else:
+                found.append(self._waiting(stream, book, share, now))
+        return found
+
+    def _waiting(self, stream: StreamId, book: _Book, share: Share, now: float) -> StreamLoad:
+        load, computed = book.load, 0
+        if share.load is not IDLE:
+            load = load + share.load
+        if book.line or share.joined != NEVER:
+            computed = self._computed(stream, book, share, now)
+        others = IDLE
+        if book.seen is not None:
+            others = self._others(stream, book, share, load, computed, now)
+        tokens = load.prefill_tokens + others.prefill_tokens - computed
+        return StreamLoad(
+            load.requests + others.requests, tokens if tokens > 0 else 0, load.decoding + others.decoding
+        )
 
     def together(self, stream: StreamId) -> StreamLoad:
         """What this router has sent to one stream and not yet got back, by whatever worker."""
@@ -157,9 +210,12 @@ class Load:
 
     def ours(self, stream: StreamId) -> StreamLoad:
         """What this process has sent to one stream and not yet got back."""
-        if stream in self._prefilled_at:
-            self._settle(stream)
-        return self._streams.get(stream, IDLE)
+        book = self._books.get(stream)
+        if book is None:
+            return IDLE
+        if book.prefilled:
+            self._settle(book)
+        return book.load
 
     def workers(self, stream: StreamId) -> StreamLoad:
         """What the other workers of this router have there."""
@@ -167,28 +223,40 @@ class Load:
 
     def at(self, replica: str, streams: Iterable[StreamId] = ()) -> int:
         """How many requests a replica has of this process, and of other workers at ``streams`` of it."""
-        own = sum(load.requests for stream, load in self._streams.items() if stream[0] == replica)
+        own = sum(book.load.requests for stream, book in self._books.items() if stream[0] == replica)
         return own + sum(self.workers(stream).requests for stream in streams)
 
     def others(self, stream: StreamId) -> StreamLoad:
         """What others have at one stream: requests by its last report, and those that they are likely to have
         sent since; tokens by its last report, less what the engine can have computed of them since.
         """
-        seen = self._seen.get(stream)
-        if seen is None or not (seen.others or self._echo) or (age_s := self._clock() - seen.at) > STALE_S:
+        book = self._books.get(stream)
+        if book is None or book.seen is None:
             return IDLE
-        ours = self.together(stream)
-        requests, share = seen.others, seen.waiting_share
+        share, now = self._share(stream), self._clock()
+        computed = self._computed(stream, book, share, now)
+        return self._others(stream, book, share, self.together(stream), computed, now)
+
+    def _others(
+        self, stream: StreamId, book: _Book, share: Share, ours: StreamLoad, computed: int, now: float
+    ) -> StreamLoad:
+        """``ours`` are this router's, of which so many tokens are ``computed`` by now."""
+        seen = book.seen
+        if seen is None or not (seen.others or self._echo) or (age_s := now - seen.at) > STALE_S:
+            return IDLE
+        requests, waiting_share = seen.others, seen.waiting_share
         if ours.requests:
-            since = max(0, min(self._sent_together(stream) - seen.sent, ours.requests))
+            since = max(0, min(book.sent + share.sent - seen.sent, ours.requests))
             requests += int(self._echo * since + 0.5)
-            share = max(share, 1 - ours.decoding / ours.requests)
+            waiting_share = max(waiting_share, 1 - ours.decoding / ours.requests)
         if not requests:
             return IDLE
-        waiting = int(share * requests + 0.5)
-        tokens = 0.0
-        if seen.backlog.others:
-            tokens = seen.backlog.others_now(self._own(stream), age_s / self.latency.of(stream).s_per_token)
+        waiting = int(waiting_share * requests + 0.5)
+        tokens, backlog = 0.0, seen.backlog
+        if backlog.others:
+            computed_since = age_s / self.latency.of(stream).s_per_token
+            left, sent_tokens = ours.prefill_tokens - computed, book.sent_tokens + share.sent_tokens
+            tokens = backlog.others_now(left, sent_tokens, computed_since)
         return StreamLoad(requests, round(tokens), requests - waiting)
 
     def unseen_tokens(self, streams: Iterable[StreamId]) -> float:
@@ -198,17 +266,25 @@ class Load:
         """
         if not self._echo:
             return 0.0
-        now, since, usual = self._clock(), 0, 0.0
+        books, shares, now = self._books, self._shares, self._clock()
+        since, usual = 0, 0.0
         for stream in streams:
-            seen = self._seen.get(stream)
-            if seen is not None and now - seen.at <= STALE_S:
-                since += max(0, self._sent_together_tokens(stream) - seen.backlog.own.sent)
-                usual += seen.own_per_s * (now - seen.at)
+            book = books.get(stream)
+            if book is None or (seen := book.seen) is None:
+                continue
+            age_s = now - seen.at
+            if age_s <= STALE_S:
+                sent = book.sent_tokens - seen.backlog.own.sent
+                if shares is not None:
+                    sent += shares.of(stream).sent_tokens
+                if sent > 0:
+                    since += sent
+                usual += seen.own_per_s * age_s
         return self._echo * max(since, usual)
 
     def sent_to(self, replica: str) -> list[StreamId]:
         """The streams of a replica that anything was ever sent to."""
-        return [stream for stream in self._sent if stream[0] == replica]
+        return [stream for stream, book in self._books.items() if stream[0] == replica and book.sent]
 
     def forget(self, replica: str) -> None:
         """What was learned of a replica that is none of ours any more. Its requests have to be over."""
@@ -217,24 +293,25 @@ class Load:
             self.pace.forget(stream)
             if self._shares is not None:
                 self._shares.forget(stream)
-        books: tuple[dict[StreamId, _Seen] | dict[StreamId, int] | dict[StreamId, float], ...]
-        books = (self._seen, self._sent, self._sent_tokens, self._left)
-        for book in books:
-            for stream in [stream for stream in book if stream[0] == replica]:
-                del book[stream]
+        for stream in [stream for stream in self._books if stream[0] == replica]:
+            book = self._books[stream]
+            book.seen, book.sent, book.sent_tokens, book.left = None, 0, 0, 0.0
+            if book.load is IDLE:
+                del self._books[stream]
 
     def report(self, stream: StreamId, reported: Reported, in_flight: int) -> None:
         """Takes what an engine says. ``in_flight`` is how many requests of this router were there when it
         said so: the most that there were while it was asked, as none of ours may be taken for another's.
         """
         now = self._clock()
-        last = self._seen.get(stream)
+        book = self._book(stream)
+        last = book.seen
         same_since = last.same_since if last is not None and last.reported == reported else now
         others = max(0, reported.running + reported.waiting - in_flight)
         if not in_flight and now - same_since >= FROZEN_S:
             others = 0
         ours = self.together(stream).requests
-        sent = self._sent_together(stream)
+        sent = book.sent + self._share(stream).sent
         total = reported.running + reported.waiting
         share = reported.waiting / total if total else 0.0
         backlog = self._backlog(stream, reported, others, share)
@@ -243,14 +320,17 @@ class Load:
             weight = 1 - math.exp((last.at - now) / USUAL_S)
             new = max(0, backlog.own.sent - last.backlog.own.sent) / (now - last.at)
             own_per_s = last.own_per_s + weight * (new - last.own_per_s)
-        self._seen[stream] = _Seen(reported, now, same_since, others, backlog, own_per_s, ours, sent, share)
-        fresh = [seen for seen in self._seen.values() if now - seen.at <= STALE_S]
+        book.seen = _Seen(reported, now, same_since, others, backlog, own_per_s, ours, sent, share)
+        every = [book.seen for book in self._books.values() if book.seen is not None]
+        fresh = [seen for seen in every if now - seen.at <= STALE_S]
         theirs = sum(seen.others for seen in fresh)
         self._echo = min(MOST_ECHO, theirs / max(1, sum(seen.ours for seen in fresh)))
+        self.told(stream, reported)
 
     def _backlog(self, stream: StreamId, reported: Reported, others: int, waiting_share: float) -> Backlog:
         """What ``others`` requests have left to compute there."""
-        own, last, begun = self._own(stream), self._seen.get(stream), None
+        book = self._book(stream)
+        own, last, begun = self._own(stream, book), book.seen, None
         if last is not None:
             computed = (self._clock() - last.at) / self.latency.of(stream).s_per_token
             begun = begun_tokens(last.reported, last.backlog.begun, reported, computed)
@@ -263,152 +343,132 @@ class Load:
         waiting = int(waiting_share * others + 0.5)
         return Backlog(None, waiting * self._request_tokens, own)
 
-    def _own(self, stream: StreamId) -> Own:
-        load = self.together(stream)
-        _, first_tokens = self._first(stream)
+    def _own(self, stream: StreamId, book: _Book) -> Own:
+        load, share = self.together(stream), self._share(stream)
         return Own(
             load.requests,
             load.requests - load.decoding,
             load.prefill_tokens,
-            self.computed_tokens(stream),
-            first_tokens,
-            self._sent_together_tokens(stream),
+            self._computed(stream, book, share, self._clock()),
+            _first(book, share)[1],
+            book.sent_tokens + share.sent_tokens,
         )
 
     def reported(self, stream: StreamId) -> Reported | None:
         """What the engine said last, however long ago: its room is the same until it restarts."""
-        seen = self._seen.get(stream)
-        return seen.reported if seen else None
+        book = self._books.get(stream)
+        return book.seen.reported if book is not None and book.seen is not None else None
 
     def report_age_s(self, stream: StreamId) -> float | None:
         """How old the last report of a stream is; None where there was none."""
-        seen = self._seen.get(stream)
-        return self._clock() - seen.at if seen else None
+        book = self._books.get(stream)
+        return self._clock() - book.seen.at if book is not None and book.seen is not None else None
 
     def items(self) -> Iterator[tuple[StreamId, StreamLoad]]:
         """All streams that have load of this process."""
-        return ((stream, self.ours(stream)) for stream in tuple(self._streams))
+        busy = [stream for stream, book in self._books.items() if book.load is not IDLE]
+        return ((stream, self.ours(stream)) for stream in busy)
 
     def reserve(self, stream: StreamId, prefill_tokens: int, *, streams: bool = True) -> Reservation:
         """Books a request that leaves ``prefill_tokens`` to compute.
 
         ``streams``: its first byte will come as soon as its prefill is over.
         """
-        guessed = self.others(stream).prefill_tokens
-        before = max(0, self.together(stream).prefill_tokens + guessed - self.computed_tokens(stream))
-        self._add(stream, 1, prefill_tokens, 0)
-        self._sent[stream] = self._sent.get(stream, 0) + 1
-        self._sent_tokens[stream] = self._sent_tokens.get(stream, 0) + prefill_tokens
-        share = REQUEST_SHARE if self._requests_known else 1.0
-        self._request_tokens += share * (prefill_tokens - self._request_tokens)
+        book, now = self._book(stream), self._clock()
+        if book.prefilled:
+            self._settle(book)
+        ours, share = book.load, self._share(stream)
+        if share.load is not IDLE:
+            ours = ours + share.load
+        computed = self._computed(stream, book, share, now)
+        guessed = self._others(stream, book, share, ours, computed, now).prefill_tokens
+        before = max(0, ours.prefill_tokens + guessed - computed)
+        book.load = StreamLoad(
+            book.load.requests + 1, book.load.prefill_tokens + prefill_tokens, book.load.decoding
+        )
+        book.sent += 1
+        book.sent_tokens += prefill_tokens
+        weight = REQUEST_SHARE if self._requests_known else 1.0
+        self._request_tokens += weight * (prefill_tokens - self._request_tokens)
         self._requests_known = True
         reservation = Reservation(self, stream, prefill_tokens, before + prefill_tokens)
         reservation.teaches = guessed <= GUESSED_SHARE * reservation.queued_tokens
         if prefill_tokens:
-            self._prefilling.setdefault(stream, _Line()).join(reservation, self._clock())
-        self._tell(stream)
+            book.line[reservation] = now
+        self._tell(stream, book)
         if not streams:
-            due = self._clock() + self.latency.of(stream).seconds(reservation.queued_tokens)
-            heap = self._prefilled_at.setdefault(stream, [])
-            heapq.heappush(heap, (due, next(self._numbers), reservation))
+            due = now + self.latency.of(stream).seconds(reservation.queued_tokens)
+            heapq.heappush(book.prefilled, (due, next(self._numbers), reservation))
         return reservation
 
     def computed_tokens(self, stream: StreamId) -> int:
         """How many of the prompt tokens booked on the stream are computed by now: of the first request in the
         line, at the speed of the stream, since its turn came.
         """
-        if stream not in self._prefilling and self._shares is None:
-            return 0
-        joined, tokens = self._first(stream)
+        book = self._books.get(stream, _NOTHING)
+        return self._computed(stream, book, self._share(stream), self._clock())
+
+    def _computed(self, stream: StreamId, book: _Book, share: Share, now: float) -> int:
+        joined, tokens = _first(book, share)
         if joined == NEVER:
             return 0
-        left = self._left.get(stream, 0.0)
-        if self._shares is not None:
-            left = max(left, self._shares.of(stream).left)
-        since = max(joined, left)
-        return int(min(tokens, max(0.0, self._clock() - since) / self.latency.of(stream).s_per_token))
+        since = max(joined, book.left, share.left)
+        return int(min(tokens, max(0.0, now - since) / self.latency.of(stream).s_per_token))
 
-    def _first(self, stream: StreamId) -> tuple[float, int]:
-        """When the first of this router's that wait for their prefill came, and its tokens."""
-        line = self._prefilling.get(stream)
-        first = line.first() if line is not None else (NEVER, 0)
-        if self._shares is None:
-            return first
-        share = self._shares.of(stream)
-        return (share.joined, share.first_tokens) if share.joined < first[0] else first
+    def _book(self, stream: StreamId) -> _Book:
+        book = self._books.get(stream)
+        if book is None:
+            book = self._books[stream] = _Book()
+        return book
 
-    def _leave(self, reservation: Reservation) -> None:
-        stream = reservation.stream
-        line = self._prefilling.get(stream)
-        if line is None:
-            return
-        joined, _ = line.first()
-        others_joined = NEVER if self._shares is None else self._shares.of(stream).joined
-        if line.leave(reservation) and joined <= others_joined:
-            self._left[stream] = self._clock()
-        if not line:
-            del self._prefilling[stream]
+    def _share(self, stream: StreamId) -> Share:
+        return NO_SHARE if self._shares is None else self._shares.of(stream)
 
-    def _sent_together(self, stream: StreamId) -> int:
-        workers = 0 if self._shares is None else self._shares.of(stream).sent
-        return self._sent.get(stream, 0) + workers
+    def _leave(self, reservation: Reservation, book: _Book) -> None:
+        """Takes a request out of the line, if it waits there."""
+        joined, _ = book.first()
+        was_first = reservation is next(iter(book.line), None)
+        book.line.pop(reservation, None)
+        if was_first and joined <= self._share(reservation.stream).joined:
+            book.left = self._clock()
 
-    def _sent_together_tokens(self, stream: StreamId) -> int:
-        workers = 0 if self._shares is None else self._shares.of(stream).sent_tokens
-        return self._sent_tokens.get(stream, 0) + workers
-
-    def _tell(self, stream: StreamId) -> None:
+    def _tell(self, stream: StreamId, book: _Book) -> None:
         """Has the other workers know what is booked here now."""
         if self._shares is None:
             return
-        line = self._prefilling.get(stream)
-        joined, tokens = line.first() if line is not None else (NEVER, 0)
-        load, left = self._streams.get(stream, IDLE), self._left.get(stream, 0.0)
-        sent, sent_tokens = self._sent.get(stream, 0), self._sent_tokens.get(stream, 0)
-        self._shares.tell(stream, Share(load, sent, sent_tokens, joined, tokens, left))
+        joined, tokens = book.first()
+        self._shares.tell(stream, Share(book.load, book.sent, book.sent_tokens, joined, tokens, book.left))
 
-    def _settle(self, stream: StreamId) -> None:
+    def _settle(self, book: _Book) -> None:
         """Moves what is due from prefill to decoding."""
-        heap = self._prefilled_at[stream]
-        while heap and heap[0][0] <= self._clock():
-            heapq.heappop(heap)[2].prefilled()
+        due, now = book.prefilled, self._clock()
+        while due and due[0][0] <= now:
+            heapq.heappop(due)[2].prefilled()
 
-    def _add(self, stream: StreamId, requests: int, prefill_tokens: int, decoding: int) -> None:
-        now = self._streams.get(stream, IDLE)
-        after = StreamLoad(
-            now.requests + requests, now.prefill_tokens + prefill_tokens, now.decoding + decoding
+    def _prefilled(self, reservation: Reservation) -> None:
+        """Its prefill is over, and it goes on as one that is decoded."""
+        stream = reservation.stream
+        book = self._book(stream)
+        self._leave(reservation, book)
+        load = book.load
+        book.load = StreamLoad(
+            load.requests, load.prefill_tokens - reservation.prefill_tokens, load.decoding + 1
         )
-        if after == IDLE:
-            self._streams.pop(stream, None)
-            self._prefilled_at.pop(stream, None)
-        else:
-            self._streams[stream] = after
+        self._tell(stream, book)
 
-
-class _Line:
-    """The requests of one stream whose prefill is not over, in the order in which they were sent: engines
-    prefill first come, first served.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[Reservation, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def join(self, reservation: Reservation, now: float) -> None:
-        self._waiting[reservation] = now
-
-    def leave(self, reservation: Reservation) -> bool:
-        """Whether it was the first."""
-        first = reservation is next(iter(self._waiting))
-        self._waiting.pop(reservation, None)
-        return first
-
-    def first(self) -> tuple[float, int]:
-        """When the first one came, and its tokens."""
-        reservation = next(iter(self._waiting))
-        return self._waiting[reservation], reservation.prefill_tokens
+    def _over(self, reservation: Reservation, *, decoding: bool) -> None:
+        """It is gone, from decoding or from before."""
+        stream = reservation.stream
+        book = self._book(stream)
+        load, tokens = book.load, 0
+        if not decoding:
+            self._leave(reservation, book)
+            tokens = reservation.prefill_tokens
+        book.load = StreamLoad(load.requests - 1, load.prefill_tokens - tokens, load.decoding - decoding)
+        if book.load == IDLE:
+            book.load = IDLE
+            book.prefilled.clear()
+        self._tell(stream, book)
 
 
 class Reservation:
@@ -445,9 +505,7 @@ class Reservation:
         """The engine is done with the prompt, as far as is known."""
         if not self._decoding and not self._released:
             self._decoding = True
-            self._load._leave(self)
-            self._load._add(self.stream, 0, -self.prefill_tokens, 1)
-            self._load._tell(self.stream)
+            self._load._prefilled(self)
 
     def release(self) -> None:
         """The request is over, however it ended."""
@@ -456,11 +514,16 @@ class Reservation:
         self._released = True
         if self._decoding:
             self._load.pace.ended(self.stream, self._load._clock() - self._begun)
-            self._load._add(self.stream, -1, 0, -1)
-        else:
-            self._load._leave(self)
-            self._load._add(self.stream, -1, -self.prefill_tokens, 0)
-            if self.hint is not None:
-                self.hint.drop()
-        self._load._tell(self.stream)
+        elif self.hint is not None:
+            self.hint.drop()
+        self._load._over(self, decoding=self._decoding)
         self._load.released()
+
+
+def _first(book: _Book, share: Share) -> tuple[float, int]:
+    """As :meth:`_Book.first`, of all workers of this router."""
+    first = book.first()
+    return (share.joined, share.first_tokens) if share.joined < first[0] else first
+
+
+_NOTHING = _Book()

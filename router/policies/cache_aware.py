@@ -8,7 +8,7 @@ copy that exists cheaper than a second one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -21,6 +21,7 @@ from router.policies.ties import by_cost
 SLACK_SHARE = 0.01
 SLACK_TOKENS = 16
 """Candidates within one percent of the prompt, or a block, of the best are as good as it."""
+TERMS = (*least_loaded.TERMS, "uncached", "behind", "displaced")
 
 
 class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,28 +42,36 @@ class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             candidate.trusted_tokens is None and not candidate.hinted_tokens for candidate in candidates
         ):
             return least_loaded.rank(ask, candidates, rng)
-        ranked = []
-        for candidate in candidates:
-            terms = self._terms(ask, prompt_tokens, candidate)
-            ranked.append(Ranked(candidate, sum(terms.values()), terms, _reason(prompt_tokens, candidate)))
+        why = _Why(self, ask)
+        ranked = [
+            Ranked(candidate, sum(self.terms(ask, prompt_tokens, candidate)), why) for candidate in candidates
+        ]
         return by_cost(ranked, rng, max(SLACK_TOKENS, SLACK_SHARE * prompt_tokens))
 
-    def _terms(self, ask: Ask, prompt_tokens: int, candidate: Candidate) -> dict[str, float]:
-        new_tokens = prompt_tokens - candidate.reused_tokens
-        token_s, behind = 2 * self.affinity * candidate.s_per_token, candidate.behind
-        terms = least_loaded.load_terms(candidate, 2 * (1 - self.affinity))
-        terms["uncached"] = token_s * new_tokens
-        if self.foresight:
-            terms["behind"] = token_s * behind * new_tokens
-            terms["displaced"] = token_s * (1 + behind) * _displaced(ask, candidate, new_tokens)
-        return terms
+    def terms(self, ask: Ask, prompt_tokens: int, candidate: Candidate) -> tuple[float, ...]:
+        """The ``TERMS`` of a candidate; without ``foresight`` the first four of them."""
+        affinity, behind, room_tokens = self.affinity, candidate.behind, candidate.room_tokens
+        token_s, new_tokens = 2 * affinity * candidate.s_per_token, prompt_tokens - candidate.reused_tokens
+        own = (*least_loaded.load_terms(candidate, 2 * (1 - affinity)), token_s * new_tokens)
+        if not self.foresight:
+            return own
+        # Tokens that are expected to be computed again for what the new ones push out.
+        displaced = 0.0
+        if room_tokens is not None and new_tokens > room_tokens:
+            displaced = ask.worth * (new_tokens - room_tokens)
+        return (*own, token_s * behind * new_tokens, token_s * (1 + behind) * displaced)
 
 
-def _displaced(ask: Ask, candidate: Candidate, new_tokens: int) -> float:
-    """Tokens that are expected to be computed again for what the new ones push out."""
-    if candidate.room_tokens is None:
-        return 0.0
-    return ask.worth * max(0, new_tokens - candidate.room_tokens)
+class _Why(msgspec.Struct, frozen=True):
+    policy: CacheAware
+    ask: Ask
+
+    def terms(self, item: Ranked) -> Mapping[str, float]:
+        terms = self.policy.terms(self.ask, self.ask.prompt_tokens or 0, item.candidate)
+        return dict(zip(TERMS, terms, strict=False))
+
+    def reason(self, item: Ranked) -> str:
+        return _reason(self.ask.prompt_tokens or 0, item.candidate)
 
 
 def _reason(prompt_tokens: int, candidate: Candidate) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from router.decision import Ask, Candidate, RandomSource, Ranked
 from router.policies.ties import by_cost
@@ -11,23 +13,34 @@ REQUEST_TOKENS = 16
 """What a request in flight costs its neighbours, in prompt tokens: it takes part in every step that
 prefills.
 """
+TERMS = ("overhead", "queued", "in_flight")
 
 
-def load_terms(candidate: Candidate, weight: float = 1.0) -> dict[str, float]:
-    """Seconds for the prompt tokens queued to prefill, and for what the requests in flight cost."""
+def load_terms(candidate: Candidate, weight: float = 1.0) -> tuple[float, float, float]:
+    """The ``TERMS``: seconds for the prompt tokens queued to prefill, and for what the requests in flight
+    cost.
+    """
     token_s = weight * candidate.s_per_token
-    return {
-        "overhead": weight * candidate.overhead_s,
-        "queued": token_s * candidate.prefill_tokens,
-        "in_flight": token_s * REQUEST_TOKENS * candidate.requests,
-    }
+    return (
+        weight * candidate.overhead_s,
+        token_s * candidate.prefill_tokens,
+        token_s * REQUEST_TOKENS * candidate.requests,
+    )
+
+
+class _Why(msgspec.Struct, frozen=True):
+    def terms(self, item: Ranked) -> Mapping[str, float]:
+        return dict(zip(TERMS, load_terms(item.candidate), strict=True))
+
+    def reason(self, item: Ranked) -> str:
+        candidate = item.candidate
+        return f"least load: {candidate.prefill_tokens} tokens queued, {candidate.requests} in flight"
+
+
+WHY = _Why()
 
 
 def rank(ask: Ask, candidates: Sequence[Candidate], rng: RandomSource) -> list[Ranked]:
     """By the time for queued prompt tokens and requests in flight; equals in random order."""
-    ranked = []
-    for candidate in candidates:
-        terms = load_terms(candidate)
-        reason = f"least load: {candidate.prefill_tokens} tokens queued, {candidate.requests} in flight"
-        ranked.append(Ranked(candidate, sum(terms.values()), terms, reason))
+    ranked = [Ranked(candidate, sum(load_terms(candidate)), WHY) for candidate in candidates]
     return by_cost(ranked, rng, REQUEST_TOKENS / 2)

@@ -100,8 +100,7 @@ class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """By the prefix's key; by load without one."""
         if ask.key is None:
             return least_loaded.rank(ask, candidates, rng)
-        ranked = by_key(ask.key, candidates, bound=self.bound, spare=self.spare_requests)
-        return [msgspec.structs.replace(item, reason=f"prefix hash: {item.reason}") for item in ranked]
+        return by_key("prefix hash", ask.key, candidates, bound=self.bound, spare=self.spare_requests)
 
 
 class _Message(msgspec.Struct):

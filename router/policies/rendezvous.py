@@ -7,8 +7,9 @@ Bound by load ("consistent hashing with bounded loads", Mirrokni et al. 2016), n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
 from xxhash import xxh3_64_intdigest
 
 from router.decision import Candidate, Ranked
@@ -34,7 +35,33 @@ def most_requests(candidates: Sequence[Candidate], bound: float, spare: int) -> 
     return max(spare, math.ceil(bound * total / len(candidates)))
 
 
+class _Places(msgspec.Struct, frozen=True):
+    """Why candidates are in the order of a key. ``policy`` as its reasons name it; of so many candidates each
+    gets ``most`` requests, but where all are full.
+    """
+
+    policy: str
+    candidates: int
+    most: int
+    seat: StreamId | None
+
+    def _over_bound(self, candidate: Candidate) -> float:
+        return float(self.candidates) if candidate.requests >= self.most else 0.0
+
+    def terms(self, item: Ranked) -> Mapping[str, float]:
+        over_bound = self._over_bound(item.candidate)
+        return {"place": item.cost - over_bound, "over_bound": over_bound}
+
+    def reason(self, item: Ranked) -> str:
+        place = int(self.terms(item)["place"]) + 1
+        where = (
+            "where it was" if item.candidate.stream == self.seat else f"place {place} of {self.candidates}"
+        )
+        return f"{self.policy}: {where}, {item.candidate.requests} of at most {self.most} requests in flight"
+
+
 def by_key(
+    policy: str,
     key: bytes,
     candidates: Sequence[Candidate],
     *,
@@ -48,12 +75,10 @@ def by_key(
     """
     ordered = in_order(key, candidates)
     ordered.sort(key=lambda candidate: candidate.stream != seat)
-    most = most_requests(candidates, bound, spare)
-    ranked = []
-    for place, candidate in enumerate(ordered):
-        full = candidate.requests >= most
-        terms = {"place": float(place), "over_bound": float(len(ordered)) if full else 0.0}
-        where = "where it was" if candidate.stream == seat else f"place {place + 1} of {len(ordered)}"
-        room = f"{candidate.requests} of at most {most} requests in flight"
-        ranked.append(Ranked(candidate, sum(terms.values()), terms, f"{where}, {room}"))
+    most, behind_all = most_requests(candidates, bound, spare), float(len(ordered))
+    why = _Places(policy, len(ordered), most, seat)
+    ranked = [
+        Ranked(candidate, place + (behind_all if candidate.requests >= most else 0.0), why)
+        for place, candidate in enumerate(ordered)
+    ]
     return sorted(ranked, key=lambda item: item.cost)

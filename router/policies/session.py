@@ -59,8 +59,9 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """By the session's seat and its key; by load without a key."""
         if ask.key is None:
             return least_loaded.rank(ask, candidates, rng)
-        ranked = by_key(ask.key, candidates, bound=self.bound, spare=self.spare_requests, seat=ask.seat)
-        return [msgspec.structs.replace(item, reason=f"session: {item.reason}") for item in ranked]
+        return by_key(
+            "session", ask.key, candidates, bound=self.bound, spare=self.spare_requests, seat=ask.seat
+        )
 
 
 def _cookie(header: str, name: str) -> str | None:

@@ -51,13 +51,11 @@ def test_one_of_ours_that_cannot_wait_is_what_the_engine_has_begun_with() -> Non
 def test_what_the_engine_computes_of_ours_it_does_not_compute_of_others() -> None:
     then = Own(waiting=1, tokens=500, first_tokens=500)
     backlog = Backlog(3000.0, 3000.0, then)
-    assert backlog.others_now(then, 800.0) == 2200.0
-    now = Own(waiting=1, tokens=500, computed=300, first_tokens=500)
-    assert backlog.others_now(now, 800.0) == 2500.0
+    assert backlog.others_now(500, 0, 800.0) == 2200.0
+    assert backlog.others_now(500 - 300, 0, 800.0) == 2500.0
     # Ours is done, and another one of 900 was sent and has its turn.
-    later = Own(waiting=1, tokens=900, computed=100, first_tokens=900, sent=900)
-    assert backlog.others_now(later, 800.0) == 2800.0
-    assert backlog.others_now(then, 9000.0) == 0.0
+    assert backlog.others_now(900 - 100, 900, 800.0) == 2800.0
+    assert backlog.others_now(500, 0, 9000.0) == 0.0
 
 
 def test_work_goes_where_least_waits_until_all_are_level() -> None:

@@ -25,7 +25,7 @@ def test_without_a_known_capacity_nothing_is_ever_displaced() -> None:
     made.capacity(A, None)
     made.placed(A, range(1000))
     made.asked(range(1000), 0)
-    assert made.room_tokens(A) is None
+    assert made.rooms([A])[0] is None
     assert made.worth == 0.0
 
 
@@ -33,16 +33,16 @@ def test_room_is_what_our_own_placements_leave() -> None:
     made = books(10, A)
     made.placed(A, ("1", "12", "123"))
     made.placed(A, ("1", "12", "124"))
-    assert made.room_tokens(A) == 6 * MARK
+    assert made.rooms([A])[0] == 6 * MARK
     made.forget(A)
-    assert made.room_tokens(A) == 10 * MARK
+    assert made.rooms([A])[0] == 10 * MARK
 
 
 def test_the_worth_of_what_is_displaced_is_the_share_that_is_asked_for_again() -> None:
     made = books(10, A)
     made.placed(A, tuple(range(10)))
     made.placed(A, tuple(range(10, 18)))
-    assert made.room_tokens(A) == 0
+    assert made.rooms([A])[0] == 0
     # The tails go first, as in an engine: the marks 2 to 9 are displaced.
     made.asked((0, 1, 2, 3), held=2)
     assert made.worth == pytest.approx(2 / 8)
@@ -75,14 +75,14 @@ def test_a_large_cache_is_sampled_and_the_book_stays_small(monkeypatch: pytest.M
     book = made._books[A]
     assert len(book.marks) <= 64
     assert len(made._displaced) <= 64
-    assert 0 <= (made.room_tokens(A) or 0) < 1000 * MARK
+    assert 0 <= (made.rooms([A])[0] or 0) < 1000 * MARK
 
 
 def test_a_stream_that_is_removed_leaves_nothing() -> None:
     made = books(4, A)
     made.placed(A, (1, 2))
-    made.remove(A)
-    assert made.room_tokens(A) is None
+    made.gone(A[0])
+    assert made.rooms([A])[0] is None
 
 
 @given(

@@ -901,9 +901,8 @@ async def test_rq11_no_ending_leaves_anything_booked(start_engine: Any, start_ro
     await kit.wait_until(router.idle, "nothing is in flight")
     await kit.wait_until(lambda: all(engine.open == 0 for engine in engines), "no engine works on anything")
     load = router.parts.load
-    assert not load._streams
-    assert not load._prefilled_at
-    assert not load._prefilling
+    assert not dict(load.items())
+    assert not any(book.line or book.prefilled for book in load._books.values())
 
 
 async def test_rq13_health_checks_do_not_touch_the_load(

@@ -162,3 +162,31 @@ def test_rq06_a_burst_over_four_workers_spreads_as_with_one() -> None:
             choice = choosers[number % workers].choose(POLICIES["least-loaded"], subject, fleet)
             sent[choice.reservation.stream] += 1
         assert set(sent.values()) == {10}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_all_streams_looked_at_at_once_are_what_each_is_by_itself(data: st.DataObject) -> None:
+    clock, table, fleet = Clock(), Table(2, 8, SHAPE), [A, B, ("c", 0)]
+    books = [Load(clock, BoardShares(table.row(0))), Load(clock, BoardShares(table.row(1))), Load(clock)]
+    sent: list[tuple[Reservation, float]] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        load, stream = data.draw(st.sampled_from(books)), data.draw(st.sampled_from(fleet))
+        clock.now += data.draw(st.sampled_from([0.0, 0.02, 0.5, 3.0]))
+        step = data.draw(st.sampled_from(["reserve", "reserve", "answer", "release", "report"]))
+        if step == "reserve":
+            tokens, streams = data.draw(st.sampled_from([0, 100, 5000])), data.draw(st.booleans())
+            sent.append((load.reserve(stream, tokens, streams=streams), clock.now))
+        elif step == "report":
+            running, waiting = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))
+            admitted = data.draw(st.sampled_from([None, int(1000 * clock.now)]))
+            said = Reported(running=running, waiting=waiting, admitted_tokens=admitted)
+            load.report(stream, said, min(running, load.together(stream).requests))
+        elif sent:
+            reservation, at = data.draw(st.sampled_from(sent))
+            reservation.first_byte(clock.now - at) if step == "answer" else reservation.release()
+        for load in books:
+            for stream, seen in zip(fleet, load.waiting(fleet), strict=True):
+                whole = load.of(stream)
+                left = max(0, whole.prefill_tokens - load.computed_tokens(stream))
+                assert seen == StreamLoad(whole.requests, left, whole.decoding)
