@@ -293,6 +293,23 @@ def test_plain_relay_cost(backend: Callable[..., list[int]], tmp_path: Path) -> 
     print(f"\nCPU us a request by round robin: {told}; load {os.getloadavg()[0]:.1f}")
 
 
+@needs_tools
+def test_plain_streams_cost(backend: Callable[..., list[int]], tmp_path: Path) -> None:
+    """By round robin, so that what is seen is what a chunk costs: its share of the request is small."""
+    os.sched_setaffinity(0, {CORES[-1]})
+    ports = backend()
+    router = ours(ports, tmp_path, "--policy", "round-robin")
+    try:
+        router.await_health(60)
+        time.sleep(5)
+        runs = [asyncio.run(stream_cost(router, router.port, ports[0])) for _ in range(WINDOWS)]
+    finally:
+        router.end()
+    told = min(runs, key=lambda run: run.chunk_us)
+    first = f"first chunk p50 {told.first_p50_ms:.1f} ms, p99 {told.first_p99_ms:.1f} ms"
+    print(f"\nCPU us a chunk by round robin: {told.chunk_us:.1f}; {first}; load {os.getloadavg()[0]:.1f}")
+
+
 async def health_ms(port: int, over: asyncio.Event) -> list[float]:
     """What ``/health`` takes, asked every 100 ms on connections of its own."""
     taken = []
