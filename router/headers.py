@@ -29,6 +29,15 @@ _SINGLE = ("authorization",)
 MAX_REQUEST_ID_CHARS = 256
 
 
+_NEVER_TRAILERS = HOP_BY_HOP | {
+    *("host", "content-length", "content-encoding", "content-type", "content-range"),
+    *("authorization", "set-cookie", "www-authenticate", "authentication-info", "location", "retry-after"),
+    *("age", "cache-control", "date", "expires", "vary", "warning", "etag", "last-modified"),
+    REQUEST_ID.lower(),
+}
+"""What decides how an answer is read, kept or followed counts in its head alone (RFC 9110, section 6.5.1)."""
+
+
 def request_id_of(headers: Mapping[str, str]) -> str:
     """The client's request id, or one of ours where there is none that is printable ASCII of sensible length:
     it is shown in answers, decisions, spans and recordings.
@@ -69,6 +78,8 @@ def to_replica(
     proxies before us said. Of a repeated Authorization the first counts; other repeats are kept.
     """
     passed = _without_hop(headers, _NOT_TO_REPLICA)
+    if "TE" in headers and _takes_trailers(headers):
+        passed["TE"], passed["Connection"] = "trailers", "TE"
     for name in _SINGLE:
         if len(values := passed.getall(name, [])) > 1:
             passed[name] = values[0]
@@ -78,6 +89,11 @@ def to_replica(
     if via is not None:
         _tell_the_way(passed, via)
     return passed
+
+
+def _takes_trailers(headers: CIMultiDictProxy[str]) -> bool:
+    """Whether the client says that it wants trailers (RFC 9110, section 10.1.4); we pass them on to it."""
+    return any(each.strip().lower() == "trailers" for te in headers.getall("TE") for each in te.split(","))
 
 
 def _tell_the_way(headers: CIMultiDict[str], via: Via) -> None:
@@ -102,3 +118,13 @@ def to_client(headers: CIMultiDictProxy[str], ours: Mapping[str, str]) -> CIMult
         passed.popall(name, None)
     passed.update(ours)
     return passed
+
+
+def trailers_to_client(trailers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """The fields behind an answer that a client may get there."""
+    items = [(name.lower(), name, value) for name, value in trailers.items()]
+    return CIMultiDict(
+        (name, value)
+        for low, name, value in items
+        if low not in _NEVER_TRAILERS and not low.startswith(_OURS)
+    )

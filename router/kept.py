@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-
-from multidict import CIMultiDictProxy
 
 from router.errors import BrokenAnswerError
-from router.upstream import UpstreamAnswer
+from router.upstream import Taker, UpstreamAnswer
 
 MAX_BYTES = 1024 * 1024
 """More than this is no error message."""
@@ -18,14 +15,16 @@ READ_TIMEOUT_S = 5.0
 class KeptAnswer:
     """An answer that was read to its end: an ``UpstreamAnswer`` that needs no connection."""
 
-    def __init__(self, status: int, headers: CIMultiDictProxy[str], body: bytes) -> None:
-        self.status = status
-        self.headers = headers
+    def __init__(self, answer: UpstreamAnswer, body: bytes) -> None:
+        self.status = answer.status
+        self.headers = answer.headers
+        self.trailers = answer.trailers
         self._body = body
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def pour(self, taker: Taker) -> bool:
         if self._body:
-            yield self._body
+            taker(self._body)
+        return True
 
     def close(self) -> None:
         """There is nothing to let go."""
@@ -40,12 +39,16 @@ async def keep(answer: UpstreamAnswer) -> KeptAnswer | None:
     if length.isdecimal() and int(length) > MAX_BYTES:
         return None
     body = bytearray()
+
+    def take(piece: bytes) -> bool:
+        body.extend(piece)
+        if len(body) > MAX_BYTES:
+            raise BrokenAnswerError(f"the body of its {answer.status} does not end")
+        return True
+
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
-            async for chunk in answer.chunks():
-                body += chunk
-                if len(body) > MAX_BYTES:
-                    raise BrokenAnswerError(f"the body of its {answer.status} does not end")
+            await answer.pour(take)
     except TimeoutError as error:
         raise BrokenAnswerError(f"the body of its {answer.status} did not come") from error
-    return KeptAnswer(answer.status, answer.headers, bytes(body))
+    return KeptAnswer(answer, bytes(body))

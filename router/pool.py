@@ -1,5 +1,5 @@
-"""Connections to engines, kept alive: aiohttp's own protocol for answers, without its client session around
-it, which costs 100 to 200 microseconds a request (docs/benchmarks.md).
+"""Connections to engines, kept alive, without aiohttp's client session around them, which costs 100 to 200
+microseconds a request (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -7,32 +7,22 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
 from functools import lru_cache
 from typing import Any
 
 import aiohappyeyeballs
-import aiohttp
 import msgspec
 from aiohttp import http_writer
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http import RawResponseMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from events.names import look_up
-from router.errors import (
-    BrokenAnswerError,
-    ConnectTimeoutError,
-    DisconnectedError,
-    UnreachableError,
-    UpstreamError,
-    UpstreamTimeoutError,
-)
-from router.upstream import DNS_TTL_S, READ_BUFFER_BYTES, UpstreamAnswer, told
+from router.engine_connection import EngineConnection
+from router.errors import ConnectTimeoutError, UnreachableError
+from router.head import HeadLimits
+from router.upstream import DNS_TTL_S, NO_TRAILERS, Taker, UpstreamAnswer, told
 
-PIECE_BYTES = 256 * 1024
-"""Bodies up to this go out in one step with their head, longer ones in pieces."""
 NEXT_ADDRESS_AFTER_S = 0.25
 """How long the first of several addresses is waited for alone (RFC 8305)."""
 BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
@@ -61,16 +51,6 @@ def origin_and_target(url: str) -> tuple[Origin, str]:
     return (_origin(url), "/") if end < 0 else (_origin(url[:end]), url[end:])
 
 
-class _Connection(ResponseHandler):
-    """``heard``: bytes have come since it was last set to False."""
-
-    heard = False
-
-    def data_received(self, data: bytes) -> None:
-        self.heard = True
-        super().data_received(data)
-
-
 class PooledUpstream:
     """The upstream over connections of our own. They are kept for ``keepalive_s`` seconds without a request;
     0 keeps none. ``header_bytes`` is the most that a header of an answer may take, ``headers`` how many it
@@ -89,12 +69,11 @@ class PooledUpstream:
         self._connect_timeout_s = connect_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._keepalive_s = keepalive_s
-        self._header_bytes = header_bytes
-        self._headers = headers
+        self._limits = HeadLimits(header_bytes, headers)
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._names = _Names()
-        self._idle: dict[Origin, list[tuple[_Connection, float]]] = {}
+        self._idle: dict[Origin, list[tuple[EngineConnection, float]]] = {}
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     async def send(
@@ -105,32 +84,12 @@ class PooledUpstream:
         head = _head(f"{method} {target} HTTP/1.1", origin, headers, _length(method, body), closes=closes)
         kept = None if fresh else self._take(origin)
         connection = kept if kept is not None else await self._connect(origin)
-        connection.heard = False
-        connection.set_response_params(
-            skip_payload=method == "HEAD",
-            read_until_eof=True,
-            auto_decompress=False,
-            read_timeout=self._idle_timeout_s,
-            read_bufsize=READ_BUFFER_BYTES,
-            max_line_size=self._header_bytes,
-            max_field_size=self._header_bytes,
-            max_headers=self._headers,
-        )
-        if closes:
-            connection.force_close()
-        answer = _PooledAnswer(self, origin, connection)
         try:
-            await answer.begin(head, body)
-        except (aiohttp.ServerTimeoutError, TimeoutError) as error:
-            raise UpstreamTimeoutError("no answer within the idle timeout") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise DisconnectedError(told(error), stale=kept is not None and not connection.heard) from error
-        except HttpProcessingError as error:
-            raise UpstreamError(f"an answer that is no HTTP: {told(error)}") from error
-        finally:
-            if not answer.begun:
-                answer.close()
-        return answer
+            message = await connection.ask(head, body, bodiless=method == "HEAD", closes=closes)
+        except BaseException:
+            connection.close()
+            raise
+        return _PooledAnswer(self, origin, connection, message)
 
     def close(self) -> None:
         """Closes the connections that nobody uses."""
@@ -141,16 +100,16 @@ class PooledUpstream:
                 connection.close()
         self._idle.clear()
 
-    def keep(self, origin: Origin, connection: _Connection) -> None:
+    def keep(self, origin: Origin, connection: EngineConnection) -> None:
         """Takes back a connection whose answer was read to its end."""
-        if connection.should_close:
+        if not connection.is_usable:
             connection.close()
             return
         self._idle.setdefault(origin, []).append((connection, self._loop.time()))
         if self._sweep_timer is None:
             self._sweep_timer = self._loop.call_later(self._keepalive_s, self._sweep)
 
-    def _take(self, origin: Origin) -> _Connection | None:
+    def _take(self, origin: Origin) -> EngineConnection | None:
         """The connection that was used last, of those that can be used."""
         idle = self._idle.get(origin)
         while idle:
@@ -160,9 +119,8 @@ class PooledUpstream:
             connection.close()
         return None
 
-    def _is_usable(self, connection: _Connection, since: float) -> bool:
-        is_young = self._loop.time() - since < self._keepalive_s
-        return is_young and connection.is_connected() and not connection.should_close
+    def _is_usable(self, connection: EngineConnection, since: float) -> bool:
+        return self._loop.time() - since < self._keepalive_s and connection.is_usable
 
     def _sweep(self) -> None:
         self._sweep_timer = None
@@ -180,7 +138,7 @@ class PooledUpstream:
         if self._idle:
             self._sweep_timer = self._loop.call_later(self._keepalive_s, self._sweep)
 
-    async def _connect(self, origin: Origin) -> _Connection:
+    async def _connect(self, origin: Origin) -> EngineConnection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 return await self._dial(origin)
@@ -189,7 +147,7 @@ class PooledUpstream:
         except OSError as error:
             raise UnreachableError(told(error)) from error
 
-    async def _dial(self, origin: Origin) -> _Connection:
+    async def _dial(self, origin: Origin) -> EngineConnection:
         dialled = await aiohappyeyeballs.start_connection(
             await self._names.addresses(origin.host, origin.port),
             happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S,
@@ -197,8 +155,10 @@ class PooledUpstream:
             loop=self._loop,
         )
         try:
+            # asyncio does this for sockets of its own making only; a small piece would wait for the last one.
+            dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _, connection = await self._loop.create_connection(
-                lambda: _Connection(self._loop),
+                lambda: EngineConnection(self._loop, self._idle_timeout_s, self._limits),
                 sock=dialled,
                 ssl=self._tls if origin.is_tls else None,
                 server_hostname=origin.host if origin.is_tls else None,
@@ -210,63 +170,31 @@ class PooledUpstream:
 
 
 class _PooledAnswer:
-    def __init__(self, pool: PooledUpstream, origin: Origin, connection: _Connection) -> None:
+    def __init__(
+        self, pool: PooledUpstream, origin: Origin, connection: EngineConnection, message: RawResponseMessage
+    ) -> None:
         self._pool = pool
         self._origin = origin
-        self._connection: _Connection | None = connection
-        self._writing: asyncio.Task[None] | None = None
-        self.begun = False
-
-    async def begin(self, head: bytes, body: bytes) -> None:
-        """Sends the request and reads the head of the answer, which may come before all of a long body is
-        gone.
-        """
-        connection = self._connection
-        assert connection is not None
-        assert connection.transport is not None
-        if len(body) <= PIECE_BYTES:
-            connection.transport.write(head + body)
-        else:
-            connection.transport.write(head)
-            self._writing = asyncio.create_task(_write(connection, body))
-        connection.start_timeout()
-        message, self._payload = await connection.read()
-        while 100 <= message.code < 200 and message.code != 101:
-            message, self._payload = await connection.read()
+        self._connection: EngineConnection | None = connection
         self.status: int = message.code
         self.headers: CIMultiDictProxy[str] = message.headers
-        self.begun = True
+        self.trailers = NO_TRAILERS
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        try:
-            while chunk := await self._payload.readany():
-                yield chunk
-        except (aiohttp.ServerTimeoutError, TimeoutError) as error:
-            raise UpstreamTimeoutError("the replica was silent for longer than the idle timeout") from error
-        except (aiohttp.ClientError, ConnectionError, HttpProcessingError) as error:
-            raise BrokenAnswerError(f"the replica's answer broke off: {told(error)}") from error
-        if self._connection is not None and (self._writing is None or self._writing.done()):
-            self._pool.keep(self._origin, self._connection)
+    async def pour(self, taker: Taker) -> bool:
+        connection = self._connection
+        if connection is None:
+            return True
+        is_over = await connection.pour(taker)
+        if is_over:
+            self.trailers = connection.trailers
             self._connection = None
+            self._pool.keep(self._origin, connection)
+        return is_over
 
     def close(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-async def _write(connection: _Connection, body: bytes) -> None:
-    """A long body in pieces, as fast as they are taken. A connection that ends is its reader's to tell."""
-    try:
-        for start in range(0, len(body), PIECE_BYTES):
-            await connection._drain_helper()
-            if connection.transport is not None:
-                connection.transport.write(memoryview(body)[start : start + PIECE_BYTES])
-                connection.start_timeout()
-    except ConnectionError:
-        return
 
 
 def _length(method: str, body: bytes) -> int | None:
@@ -280,7 +208,7 @@ def _head(line: str, origin: Origin, headers: CIMultiDict[str], length: int | No
     if length is not None:
         sent["Content-Length"] = str(length)
     if closes:
-        sent["Connection"] = "close"
+        sent["Connection"] = "close, TE" if "TE" in sent else "close"
     head: bytes = http_writer._serialize_headers(line, sent)
     return head
 

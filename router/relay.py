@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
 from router.answer import AnswerTap
+from router.delivery import Delivery
 from router.errors import BrokenAnswerError, RefusedError, UpstreamError, UpstreamTimeoutError
-from router.headers import to_client
+from router.headers import trailers_to_client
 from router.refusal import terminal_event
 from router.upstream import UpstreamAnswer
 from router.usage import UnaskedUsage
 
-NO_WAIT_BYTES = 32 * 1024
-"""So much goes out without a wait when nothing waits already: a timer for each token would cost more."""
-
 
 class ClientGoneError(Exception):
     """The client closed its connection."""
-
-
-class _Response(web.StreamResponse):
-    """The head of a replica's answer, as the client gets it: ``at_once``, or with its first bytes."""
-
-    def __init__(
-        self, answer: UpstreamAnswer, ours: Mapping[str, str], *, keeps_length: bool, at_once: bool
-    ) -> None:
-        headers = to_client(answer.headers, ours)
-        if not keeps_length:
-            headers.popall("Content-Length", None)
-        super().__init__(status=answer.status, headers=headers)
-        self._is_typed = "Content-Type" in answer.headers
-        # aiohttp's own switch, off in its web.Response: else each head would be a write of its own.
-        self._send_headers_immediately = at_once
-
-    async def _prepare_headers(self) -> None:
-        await super()._prepare_headers()
-        if not self._is_typed:
-            # aiohttp gives a type to an answer that came without one.
-            self._headers.popall("Content-Type", None)
 
 
 class RelayedAnswer:
@@ -63,7 +39,7 @@ class RelayedAnswer:
         self._replica = replica
         self._on_first_byte = on_first_byte
         self._begun = False
-        self._last_bytes = b""
+        self._first = self._last = b""
         content_type = answer.headers.get("Content-Type", "")
         self.is_stream = content_type.lower().startswith("text/event-stream")
         self.tap = AnswerTap(is_stream=self.is_stream, whole=whole)
@@ -73,7 +49,6 @@ class RelayedAnswer:
         self._takes_events = readable and (
             self._unasked is not None or "Content-Length" not in answer.headers
         )
-        self._client_idle_s = 0.0
         self.complete = False
         self.failure: UpstreamError | None = None
 
@@ -87,71 +62,72 @@ class RelayedAnswer:
         ClientGoneError, also for a client that takes nothing for ``client_idle_s``: it would keep its place
         at the replica for ever.
         """
-        self._client_idle_s = client_idle_s
-        response = _Response(self._answer, ours, keeps_length=self._unasked is None, at_once=self.is_stream)
+        delivery = Delivery(self._answer, ours, keeps_length=self._unasked is None, at_once=self.is_stream)
         try:
-            if self.is_stream:
-                await response.prepare(request)
             try:
-                await self._pass_chunks(request, response)
+                await self._pass(request, delivery, client_idle_s)
             except UpstreamError as error:
                 if not self.complete:
                     self.failure = error
-                elif not self._takes_events and request.transport is not None:
+                elif not self._takes_events:
                     # Said [DONE], but not by its own length: nothing else tells the client that it is over.
-                    request.transport.abort()
-            if self._unasked is not None:
-                await self._write(request, response, self._unasked.end())
+                    delivery.cut()
+            if self._unasked is not None and (held := self._unasked.end()):
+                delivery.send(held)
             if self.failure is not None:
-                await self._break_off(request, response, self.failure)
-            if not response.prepared:
-                await response.prepare(request)
-            await self._patiently(request, response.write_eof(), 0)
+                self._break_off(delivery, self.failure)
+            await delivery.end(trailers_to_client(self._answer.trailers), client_idle_s)
         except (ConnectionError, TimeoutError) as error:
             if request.transport is not None:
                 request.transport.abort()
             if self.failure is not None:
-                return response
+                return delivery
             raise ClientGoneError from error
-        return response
+        return delivery
 
-    async def _pass_chunks(self, request: web.Request, response: web.StreamResponse) -> None:
-        async for chunk in self._answer.chunks():
-            if not self._begun:
-                self._begun = True
-                self._on_first_byte()
-            self.tap.feed(chunk)
-            if not response.prepared:
-                await response.prepare(request)
-            await self._write(request, response, self._unasked.feed(chunk) if self._unasked else chunk)
-            self.complete = self.tap.done
+    async def _pass(self, request: web.Request, delivery: Delivery, client_idle_s: float) -> None:
+        """The head and the body, in as many turns as the client needs to take them."""
+
+        def take(piece: bytes) -> bool:
+            return self._take(piece, delivery)
+
+        is_over = False
+        if not self.is_stream:
+            is_over = await self._answer.pour(self._take_first)
+        await delivery.prepare(request)
+        if self._first:
+            take(self._first)
+        while not is_over:
+            await delivery.room(client_idle_s)
+            is_over = await self._answer.pour(take)
         self.complete = True
 
-    async def _write(self, request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
-        if not chunk:
-            return
-        self._last_bytes = chunk
-        await self._patiently(request, response.write(chunk), len(chunk))
+    def _take_first(self, piece: bytes) -> bool:
+        """There is no room for more before the head is made."""
+        self._first = piece
+        return False
 
-    async def _patiently(self, request: web.Request, writing: Awaitable[None], size: int) -> None:
-        """Awaits a write of ``size`` bytes, no longer than the client may be idle."""
-        transport = request.transport
-        if transport is not None and not transport.get_write_buffer_size() and size < NO_WAIT_BYTES:
-            await writing
-            return
-        async with asyncio.timeout(self._client_idle_s):
-            await writing
+    def _take(self, piece: bytes, delivery: Delivery) -> bool:
+        if not self._begun:
+            self._begun = True
+            self._on_first_byte()
+        self.tap.feed(piece)
+        passed = piece if self._unasked is None else self._unasked.feed(piece)
+        has_room = True
+        if passed:
+            self._last = passed
+            has_room = delivery.send(passed)
+        self.complete = self.tap.done
+        return has_room
 
-    async def _break_off(
-        self, request: web.Request, response: web.StreamResponse, error: UpstreamError
-    ) -> None:
+    def _break_off(self, delivery: Delivery, error: UpstreamError) -> None:
         """Says that the answer is not whole: as an error, as a last event, or by cutting the connection."""
-        if not response.prepared:
+        if not delivery.prepared:
             raise refused(error, self._replica) from error
         if self._takes_events and self._answer.status == 200:
-            await response.write(terminal_event(told(error, self._replica), self._last_bytes[-2:]))
-        elif request.transport is not None:
-            request.transport.abort()
+            delivery.send(terminal_event(told(error, self._replica), self._last[-2:]))
+        else:
+            delivery.cut()
 
 
 def told(error: UpstreamError, replica: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -25,17 +25,27 @@ from router.errors import (
 )
 
 READ_BUFFER_BYTES = 256 * 1024
+"""So much of an answer is held while nobody takes it, before the engine has to wait."""
 DNS_TTL_S = 10
+NO_TRAILERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
+
+Taker = Callable[[bytes], bool]
+"""Takes a piece of a body; says whether there is room for another one."""
 
 
 class UpstreamAnswer(Protocol):
-    """An answer whose head is known."""
+    """An answer whose head is known. ``trailers`` are there when the body is, where the client tells them."""
 
     status: int
     headers: CIMultiDictProxy[str]
+    trailers: CIMultiDictProxy[str]
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes, untouched. Raises UpstreamError when it ends before it is complete."""
+    async def pour(self, taker: Taker) -> bool:
+        """Hands the body to ``taker`` as it comes, untouched. True: that was all of it. False: there is no
+        room for more; another call goes on.
+
+        Raises UpstreamError when the body ends before it is complete, and what ``taker`` raises.
+        """
         ...
 
     def close(self) -> None:
@@ -136,15 +146,22 @@ class AiohttpUpstream:
 
 
 class _AiohttpAnswer:
+    trailers = NO_TRAILERS
+
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self._answer = answer
         self.status = answer.status
         self.headers = answer.headers
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def pour(self, taker: Taker) -> bool:
+        while piece := await self._next_piece():
+            if not taker(piece):
+                return False
+        return True
+
+    async def _next_piece(self) -> bytes:
         try:
-            async for chunk in self._answer.content.iter_any():
-                yield chunk
+            return await self._answer.content.readany()
         except (aiohttp.ServerTimeoutError, TimeoutError) as error:
             raise UpstreamTimeoutError("the replica was silent for longer than the idle timeout") from error
         except (aiohttp.ClientError, ConnectionError) as error:

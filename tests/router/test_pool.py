@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,8 +12,9 @@ import pytest
 from multidict import CIMultiDict
 
 from events.names import look_up
-from router.errors import UnreachableError
-from router.pool import PIECE_BYTES, PooledUpstream, origin_and_target
+from router.engine_connection import PIECE_BYTES
+from router.errors import BrokenAnswerError, UnreachableError, UpstreamTimeoutError
+from router.pool import PooledUpstream, origin_and_target
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 Act = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -51,14 +54,21 @@ async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         writer.write(OK)
 
 
-def pool(keepalive_s: float = 4.0) -> PooledUpstream:
-    return PooledUpstream(1.0, 5.0, keepalive_s, 65536, 256, ssl.create_default_context())
+def pool(keepalive_s: float = 4.0, idle_timeout_s: float = 5.0) -> PooledUpstream:
+    return PooledUpstream(1.0, idle_timeout_s, keepalive_s, 65536, 256, ssl.create_default_context())
 
 
 async def ask(upstream: PooledUpstream, url: str, body: bytes = b"{}", **more: Any) -> bytes:
     answer = await upstream.send("POST", f"{url}/v1/x", CIMultiDict(), body, **more)
+    pieces: list[bytes] = []
+
+    def take(piece: bytes) -> bool:
+        pieces.append(piece)
+        return True
+
     try:
-        return b"".join([chunk async for chunk in answer.chunks()])
+        assert await answer.pour(take)
+        return b"".join(pieces)
     finally:
         answer.close()
 
@@ -148,4 +158,201 @@ async def test_names_are_asked_for_again_after_a_failure(monkeypatch: pytest.Mon
         for _ in range(3):
             assert await ask(upstream, named, fresh=True) == b"{}"
         assert asked == ["engine.test"] * 2
+        upstream.close()
+
+
+class Poured:
+    """Takes a body; has no room for more after every ``pieces``-th piece."""
+
+    def __init__(self, pieces: int = 1_000_000) -> None:
+        self._pieces = pieces
+        self.taken: list[bytes] = []
+
+    @property
+    def content(self) -> bytes:
+        return b"".join(self.taken)
+
+    def __call__(self, piece: bytes) -> bool:
+        self.taken.append(piece)
+        return len(self.taken) % self._pieces != 0
+
+
+def saying(*pieces: bytes, then: Act | None = None) -> Act:
+    """Answers one request with these bytes, each on its own; then does something else, or closes."""
+
+    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(2)
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.005)
+        if then is not None:
+            await then(reader, writer)
+
+    return act
+
+
+async def stay(*_: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+async def listen(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    linger = struct.pack("ii", 1, 0)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    writer.transport.abort()
+
+
+async def test_a_body_goes_on_where_it_was_left_and_the_engine_waits_meanwhile() -> None:
+    total, written = 200 * PIECE_BYTES, 0
+
+    async def pour_out(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal written
+        while written < total:
+            writer.write(b"%016d" % written * (PIECE_BYTES // 16))
+            written += PIECE_BYTES
+            await writer.drain()
+
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % total
+    async with serving(saying(head, then=pour_out)) as (_, url):
+        upstream = pool()
+        answer, taker = await upstream.send("POST", f"{url}/v1/x", CIMultiDict(), b"{}"), Poured(5)
+        while not await answer.pour(taker):
+            before = 0
+            while written != before:
+                before = written
+                await asyncio.sleep(0.01)
+            # What sockets hold, and what is held here.
+            assert written - len(taker.content) < 12 * 2**20
+            taker._pieces *= 2
+        expected = b"".join(b"%016d" % at * (PIECE_BYTES // 16) for at in range(0, total, PIECE_BYTES))
+        assert taker.content == expected
+        answer.close()
+        upstream.close()
+
+
+async def test_a_body_that_nobody_takes_yet_is_there_later() -> None:
+    async with serving(saying(b"HTTP/1.1 200 OK\r\n\r\n", b"a", b"b", then=answer_all)) as (_, url):
+        upstream = pool()
+        answer = await upstream.send("POST", f"{url}/v1/x", CIMultiDict(), b"{}")
+        await asyncio.sleep(0.05)
+        taker = Poured(1)
+        assert not await answer.pour(taker)
+        assert taker.content == b"ab"
+        answer.close()
+        upstream.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "end", "is_whole"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n", None, True),
+        (b"HTTP/1.0 200 OK\r\n\r\n", None, True),
+        (b"HTTP/1.1 200 OK\r\n\r\n", reset, False),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n", None, False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 3\r\n\r\n", None, False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n", None, True),
+    ],
+)
+async def test_px07_whether_a_body_that_ends_with_its_connection_is_whole_is_told_where_it_can_be(
+    head: bytes, end: Act | None, is_whole: bool
+) -> None:
+    async with serving(saying(head, b"{}", then=end)) as (_, url):
+        upstream = pool()
+        answer, taker = await upstream.send("POST", f"{url}/v1/x", CIMultiDict(), b"{}"), Poured()
+        if is_whole:
+            assert await answer.pour(taker)
+        else:
+            with pytest.raises(BrokenAnswerError, match="broke off"):
+                await answer.pour(taker)
+        assert taker.content == b"{}"
+        answer.close()
+        upstream.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n\r\n",
+    ],
+)
+async def test_px10_bytes_behind_an_answer_are_not_taken_for_the_next_one(said: bytes) -> None:
+    async with serving(saying(said, then=answer_all)) as (server, url):
+        upstream = pool()
+        assert await ask(upstream, url) == b"{}"
+        assert await ask(upstream, url) == b"{}"
+        assert server.opened == 2
+        upstream.close()
+
+
+async def test_px10_bytes_that_come_unasked_end_a_kept_connection() -> None:
+    late = asyncio.Event()
+
+    async def say_more(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await late.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nevil")
+        await reader.read()
+
+    async with serving(saying(OK, then=say_more)) as (server, url):
+        upstream = pool()
+        assert await ask(upstream, url) == b"{}"
+        late.set()
+        await asyncio.sleep(0.05)
+        assert await ask(upstream, url) == b"{}"
+        assert server.opened == 2
+        upstream.close()
+
+
+async def test_what_the_taker_raises_ends_the_answer_and_its_connection(kit: Any) -> None:
+    def broken(_: bytes) -> bool:
+        raise ValueError("no more")
+
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"
+    async with serving(saying(head, b"a", then=listen)) as (server, url):
+        upstream = pool()
+        answer = await upstream.send("POST", f"{url}/v1/x", CIMultiDict(), b"{}")
+        with pytest.raises(ValueError, match="no more"):
+            await answer.pour(broken)
+        await kit.wait_until(lambda: not server.open, "it is closed")
+        upstream.close()
+
+
+async def test_px02_silence_ends_an_answer_and_slow_takers_do_not() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    pieces = [b"2\r\n{}\r\n"] * 30
+    async with serving(saying(head, *pieces, then=stay)) as (_, url):
+        upstream, taker = pool(idle_timeout_s=0.1), Poured()
+        answer = await upstream.send("POST", f"{url}/v1/x", CIMultiDict(), b"{}")
+        with pytest.raises(UpstreamTimeoutError):
+            await answer.pour(taker)
+        assert taker.content == b"{}" * 30
+        answer.close()
+    flood = b"%x\r\n%b\r\n" % (8 * PIECE_BYTES, b"x" * 8 * PIECE_BYTES)
+    async with serving(saying(head, flood, b"0\r\n\r\n", then=stay)) as (_, url):
+        answer, taker = await upstream.send("POST", f"{url}/v1/x", CIMultiDict(), b"{}"), Poured(1)
+        assert not await answer.pour(taker)
+        await asyncio.sleep(0.3)
+        while not await answer.pour(taker):
+            pass
+        assert len(taker.content) == 8 * PIECE_BYTES
+        answer.close()
+        upstream.close()
+
+
+async def test_an_answer_is_told_with_its_trailers() -> None:
+    said = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX-T: 1\r\nX-T: 2\r\n\r\n"
+    async with serving(saying(said, then=answer_all)) as (server, url):
+        upstream = pool()
+        answer = await upstream.send("POST", f"{url}/v1/x", CIMultiDict(), b"{}")
+        assert await answer.pour(Poured())
+        assert list(answer.trailers.items()) == [("X-T", "1"), ("X-T", "2")]
+        assert await ask(upstream, url) == b"{}"
+        assert server.opened == 1
         upstream.close()

@@ -151,29 +151,8 @@ async def test_px10_chunk_extensions_and_trailers_of_a_request_stay_behind(
     assert "Trailer" not in engine.requests[-1].headers
 
 
-async def test_px10_an_answer_with_trailers_is_passed_on_without_them(start_router: Any) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while b"POST" not in (head := await reader.readuntil(b"\r\n\r\n")):
-            models = b'{"data":[{"id":"m"}]}'
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models))
-        await reader.readexactly(int(re.findall(rb"Content-Length: (\d+)", head)[0]))
-        writer.write(
-            b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n"
-        )
-        writer.write(b"Trailer: X-T\r\n\r\n2\r\n{}\r\n0\r\nX-T: 1\r\n\r\n")
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    async with router.client.post(f"{router.url}/v1/x", data=b"{}") as response:
-        assert (response.status, await response.read()) == (200, b"{}")
-        assert "Trailer" not in response.headers
-    server.close()
-
-
-async def answering_raw(answer: bytes) -> asyncio.Server:
-    """A server whose answer to any POST is these bytes."""
+async def answering_raw(answer: bytes, *, closes: bool = False) -> asyncio.Server:
+    """A server whose answer to any POST is these bytes, and that then leaves, or does not."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -182,10 +161,55 @@ async def answering_raw(answer: bytes) -> asyncio.Server:
                 models = b'{"data":[{"id":"m"}]}'
                 told = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models)
                 writer.write(answer if head.startswith(b"POST") else told)
+                if closes and head.startswith(b"POST"):
+                    await asyncio.sleep(0.05)
+                    writer.close()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
     return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+TRAILED = (
+    b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nTransfer-Encoding: chunked\r\nTrailer: X-T, X-U\r\n\r\n"
+    b"2\r\n{}\r\n0\r\nX-T: 1\r\nx-t: \xff\r\nContent-Type: evil\r\nX-Warmroute-Replica: evil\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream"])
+async def test_px10_trailers_of_an_answer_pass_but_for_those_that_would_change_it(
+    start_router: Any, upstream_client: str, kind: bytes
+) -> None:
+    async with await answering_raw(TRAILED % kind) as server:
+        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        got = await exchange(router, HEAD + b"Content-Length: 0\r\n\r\n" + HEAD + b"\r\n", answers=2)
+        head, body = got.content.split(b"\r\n\r\n", 1)
+        assert b"\r\nTrailer: X-T, X-U\r\n" in head + b"\r\n"
+        behind = b"X-T: 1\r\nx-t: \xff\r\n" if upstream_client == "pool" else b""
+        assert body.startswith(b"2\r\n{}\r\n0\r\n" + behind + b"\r\nHTTP/1.1 200 OK\r\n")
+        # Where there are no chunks there is no place for them.
+        got = await exchange(router, HEAD.replace(b"1.1", b"1.0") + b"Content-Length: 0\r\n\r\n", answers=9)
+        assert got.content.endswith(b"\r\n\r\n{}")
+
+
+async def test_px10_an_engine_is_told_who_takes_trailers(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    for te, told in ((b"gzip, Trailers", "trailers"), (b"gzip", None)):
+        await exchange(router, HEAD + b"Connection: TE\r\nTE: %b\r\nContent-Length: 2\r\n\r\n{}" % te)
+        assert engine.requests[-1].headers.get("TE") == told
+        assert (told is None) or "TE" in engine.requests[-1].headers["Connection"]
+
+
+async def test_px07_a_client_of_http_1_0_is_told_of_an_answer_that_broke_off(start_router: Any) -> None:
+    """It knows the end of a body by the end of its connection alone."""
+    begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+    async with await answering_raw(begun, closes=True) as server:
+        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(ConnectionResetError):
+            await exchange(router, HEAD.replace(b"1.1", b"1.0") + b"Content-Length: 0\r\n\r\n", answers=9)
+        assert router.idle()
 
 
 async def test_px10_an_upgrade_is_refused_or_ignored_and_never_made(

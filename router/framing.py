@@ -1,0 +1,155 @@
+"""Where the body of an answer ends (RFC 9112, section 6.3), and its bytes without what frames them."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Protocol
+
+from aiohttp.http_parser import RawResponseMessage
+
+BODILESS_STATUSES = frozenset({101, 204, 304})
+_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n]*)?")
+
+
+class FramingError(Exception):
+    """Bytes that are no body of the kind that the head announced."""
+
+
+class Framing(Protocol):
+    """Reads one body. ``over``: all of it has come. ``rest``: bytes came behind it, which are no part of it;
+    ``trailers`` are the lines behind the last chunk, as they came.
+    """
+
+    over: bool
+    rest: bool
+    trailers: bytes
+
+    def feed(self, data: bytes) -> bytes:
+        """What ``data`` has of the body. Raises FramingError."""
+        ...
+
+    def close(self) -> None:
+        """The connection was closed in an orderly way: that may be the end, or may not."""
+        ...
+
+
+def framing_of(message: RawResponseMessage, *, bodiless: bool, trailer_bytes: int) -> Framing:
+    """How the body behind a head is framed. ``bodiless``: that of an answer to HEAD. ``trailer_bytes`` is the
+    most that trailers may take. The head's parser has refused a length that is none, and one beside chunks.
+    """
+    if bodiless or message.code in BODILESS_STATUSES:
+        return Sized(0)
+    if message.chunked:
+        return Chunked(trailer_bytes)
+    length = message.headers.get("Content-Length")
+    if length is None or "Transfer-Encoding" in message.headers:
+        return UntilClose()
+    return Sized(int(length))
+
+
+class Sized:
+    """A body with a length, bytes."""
+
+    trailers = b""
+
+    def __init__(self, length: int) -> None:
+        self._left = length
+        self.over = not length
+        self.rest = False
+
+    def feed(self, data: bytes) -> bytes:
+        if len(data) > self._left:
+            self.rest = True
+            data = data[: self._left]
+        self._left -= len(data)
+        self.over = not self._left
+        return data
+
+    def close(self) -> None:
+        """What is not there by now does not come."""
+
+
+class UntilClose:
+    """A body that ends with its connection."""
+
+    trailers = b""
+
+    def __init__(self) -> None:
+        self.over = self.rest = False
+
+    def feed(self, data: bytes) -> bytes:
+        return data
+
+    def close(self) -> None:
+        self.over = True
+
+
+class _Line(Enum):
+    """What a line between and behind chunks is."""
+
+    SIZE = "a chunk's size"
+    END_OF_DATA = "the end of a chunk"
+    TRAILER = "a trailer"
+
+
+SIZE, END_OF_DATA, TRAILER = _Line
+
+
+class Chunked:
+    """A body in chunks (RFC 9112, section 7.1); extensions of chunks are dropped."""
+
+    def __init__(self, trailer_bytes: int) -> None:
+        self._trailer_bytes = trailer_bytes
+        self._awaited = SIZE
+        self._left = 0
+        self._held = b""
+        self.over = self.rest = False
+        self.trailers = b""
+
+    def feed(self, data: bytes) -> bytes:
+        if self._held:
+            data, self._held = self._held + data, b""
+        pieces, at = [], 0
+        while not self.over:
+            if self._left:
+                piece = data[at : at + self._left]
+                at += len(piece)
+                self._left -= len(piece)
+                pieces.append(piece)
+            end = -1 if self._left else data.find(b"\r\n", at)
+            if end < 0:
+                self._hold(data[at:])
+                break
+            self._take_line(data[at:end])
+            at = end + 2
+        else:
+            self.rest = at < len(data)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """What is not there by now does not come."""
+
+    def _hold(self, line: bytes) -> None:
+        """The beginning of a line waits for its end."""
+        if len(line) > self._trailer_bytes or (self._awaited is END_OF_DATA and line not in (b"", b"\r")):
+            raise FramingError(f"{self._awaited.value} does not end")
+        self._held = line
+
+    def _take_line(self, line: bytes) -> None:
+        if self._awaited is SIZE:
+            size = _SIZE.fullmatch(line)
+            if size is None:
+                raise FramingError("a chunk's size is no number")
+            self._left = int(size[1], 16)
+            self._awaited = END_OF_DATA if self._left else TRAILER
+        elif self._awaited is END_OF_DATA:
+            if line:
+                raise FramingError("a chunk is longer than it says")
+            self._awaited = SIZE
+        elif line:
+            self.trailers += line + b"\r\n"
+            if len(self.trailers) > self._trailer_bytes:
+                raise FramingError(f"the trailers take more than {self._trailer_bytes} bytes")
+        else:
+            self.over = True
