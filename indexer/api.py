@@ -15,11 +15,12 @@ import msgspec
 from aiohttp import web
 
 from indexer.errors import IndexerError, MapError, RegistrationError, ShardDownError, UnknownInstanceError
+from indexer.families import serves
 from indexer.ingest import Ingest
 from indexer.keys import KEY_BYTES
 from indexer.layout import StreamRecord
 from indexer.metrics import IndexerMetrics
-from indexer.reader import Matched, serves
+from indexer.reader import Matched
 from indexer.registration import Registration
 from indexer.shard_reader import View
 from indexer.told import TokenId

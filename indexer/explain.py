@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from events.schema import token_array
+from indexer.families import serves
 from indexer.keys import local_hashes
 from indexer.layout import TIERS, StreamRecord
-from indexer.reader import Matched, keys_of_prompt, serves
+from indexer.reader import Matched, keys_of_prompt
 from indexer.shard_reader import View
 
 MAX_STEPS = 512

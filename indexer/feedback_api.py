@@ -13,12 +13,13 @@ from msgspec import Meta
 from events.schema import token_array
 from indexer.api import LARGE_PROMPT_TOKENS, _local_hash, answer, parse
 from indexer.errors import RegistrationError, UnknownInstanceError
+from indexer.families import serves
 from indexer.feedback import Answered
 from indexer.ingest import Ingest
 from indexer.keys import block_keys, local_hashes, prompt_extras
 from indexer.layout import StreamRecord
 from indexer.outcome import Outcome, refused
-from indexer.reader import MapReader, root_of, serves
+from indexer.reader import MapReader, root_of
 from indexer.told import Told
 
 COMMIT_TIMEOUT_S = 10

@@ -24,13 +24,13 @@ from indexer.api import QueryApi, answer, errors_as_json, parse
 from indexer.debug import DebugApi, recorded
 from indexer.dump import DumpApi
 from indexer.errors import IndexerError, MapError, MapMissingError, ShardDownError
+from indexer.families import serves
 from indexer.feedback_api import is_list
 from indexer.folder import lock_to_write, sign
 from indexer.layout import StreamRecord
 from indexer.listening import REQUEST_LIMIT_BYTES, listening
 from indexer.metrics import IndexerMetrics
 from indexer.outcome import refused
-from indexer.reader import serves
 from indexer.readiness import HEALTHY_S, Readiness
 from indexer.registration import Registration
 from indexer.settings import IndexerSettings

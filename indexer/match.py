@@ -10,8 +10,8 @@ restricts a hit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 
 Lookup = Callable[[bytes], int]
 
@@ -30,7 +30,7 @@ def match(lookup: Lookup, keys: Sequence[bytes], slots: int, holey: int = 0) -> 
     held = first & ~holey
     if held:
         whole = held & lookup(keys[-1])
-        for slot in _bits(whole):
+        for slot in _slots(whole):
             matched[slot] = len(keys)
         _locate(lookup, keys, held & ~whole, 1, len(keys), matched)
     return matched
@@ -78,7 +78,7 @@ def _locate(
             else:
                 searches.append((beyond, middle, end))
                 lost, end = lost & ~beyond, middle
-        for slot in _bits(lost):
+        for slot in _slots(lost):
             matched[slot] = start
 
 
@@ -88,15 +88,14 @@ def _walk(lookup: Lookup, keys: Sequence[bytes], held: int, matched: dict[int, i
         if not held:
             return
         lost = held & ~lookup(keys[number])
-        for slot in _bits(lost):
+        for slot in _slots(lost):
             matched[slot] = number
         held &= ~lost
-    for slot in _bits(held):
+    for slot in _slots(held):
         matched[slot] = len(keys)
 
 
-def _bits(bitmap: int) -> Iterator[int]:
-    while bitmap:
-        low = bitmap & -bitmap
-        yield low.bit_length() - 1
-        bitmap ^= low
+@lru_cache(1 << 12)
+def _slots(bitmap: int) -> tuple[int, ...]:
+    """The slots in a bitmap. Those that prompts find are few: one slot, all, and who shares a prefix."""
+    return tuple(slot for slot in range(bitmap.bit_length()) if bitmap >> slot & 1)

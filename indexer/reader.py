@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -12,8 +13,9 @@ import lmdb
 import msgspec
 
 from events.schema import token_array
-from indexer.corrected import Corrected, CorrectionReader
+from indexer.corrected import NOTHING, Corrected, CorrectionReader
 from indexer.errors import MapError
+from indexer.families import Families, Family, family_of
 from indexer.folder import DATA_FILE, PID_CLASH, open_to_read
 from indexer.groups import blocks_needed
 from indexer.keys import block_keys, keys_behind, prompt_extras, root_key
@@ -21,6 +23,7 @@ from indexer.layout import (
     CPU,
     DISK,
     GPU,
+    HOLDERS_CACHED,
     META_ADDRESS,
     META_BOOT,
     META_HEARTBEAT,
@@ -63,7 +66,7 @@ class KeysOf:
         self._made: dict[tuple[Any, ...], Sequence[bytes]] = {}
 
     def __call__(self, record: StreamRecord, block_size: int) -> Sequence[bytes]:
-        family = (*_family(record, self._lora_name), block_size)
+        family = (*family_of(record, self._lora_name), block_size)
         if family not in self._made:
             self._made[family] = self._make(record, block_size)
         return self._made[family]
@@ -147,7 +150,8 @@ class MapReader:
         self._owns = owns
         self._file = file
         self._inode = None if file is None else file.stat().st_ino
-        self._records: tuple[int, list[StreamRecord]] | None = None
+        self._decoded: dict[bytes, tuple[bytes, StreamRecord]] = {}
+        self._seen: tuple[int, Families] = (-1, Families([]))
         self._corrections = CorrectionReader(tables, clock)
 
     @classmethod
@@ -178,10 +182,10 @@ class MapReader:
     def _begin(self) -> Iterator[lmdb.Transaction]:
         try:
             try:
-                txn = self._env.begin()
+                txn = self._env.begin(self._tables.blocks)
             except lmdb.MapResizedError:
                 self._env.set_mapsize(0)
-                txn = self._env.begin()
+                txn = self._env.begin(self._tables.blocks)
         except lmdb.LockError as error:
             raise MapError(f"cannot read the map: {error}; {PID_CLASH}") from error
         except lmdb.Error as error:
@@ -202,12 +206,26 @@ class MapReader:
             yield txn, self._tables, self._streams(txn)
 
     def _streams(self, txn: lmdb.Transaction) -> list[StreamRecord]:
-        """The streams that are not retired; decoded again only after a commit."""
-        version = txn.id()
-        if self._records is None or self._records[0] != version:
-            records = [decode_record(bytes(value)) for _, value in txn.cursor(self._tables.streams)]
-            self._records = (version, [record for record in records if not record.retired])
-        return self._records[1]
+        """The streams that are not retired."""
+        return self._current(txn).records
+
+    def _current(self, txn: lmdb.Transaction) -> Families:
+        """The streams that are not retired. Looked at again only after a commit, and decoded again only where
+        that changed them.
+        """
+        (version, families), now = self._seen, txn.id()
+        if version != now:
+            before = self._decoded
+            decoded = self._decoded = {
+                key: known
+                if (known := before.get(key)) is not None and known[0] == value
+                else (value, decode_record(value))
+                for key, value in cast(Iterable[tuple[bytes, bytes]], txn.cursor(self._tables.streams))
+            }
+            if decoded != before:
+                families = Families([record for _, record in decoded.values() if not record.retired])
+            self._seen = (now, families)
+        return families
 
     def _heartbeat_age(self, txn: lmdb.Transaction) -> float:
         beat = txn.get(META_HEARTBEAT, db=self._tables.meta)
@@ -233,12 +251,15 @@ class MapReader:
         """All streams, each with its state and weight as of now."""
         with self._begin() as txn:
             age = self._heartbeat_age(txn)
-            return [StreamStatus(record, *self._judge(record, age)) for record in self._streams(txn)]
+            return [
+                StreamStatus(record, *self._judge(record.state, record.wrong, age))
+                for record in self._streams(txn)
+            ]
 
-    def _judge(self, record: StreamRecord, heartbeat_age: float) -> tuple[str, float]:
+    def _judge(self, state: str, wrong: float, heartbeat_age: float) -> tuple[str, float]:
         """State and weight; a stream whose predictions keep being wrong weighs less."""
-        state, weight = self._trust.judge(record.state, heartbeat_age)
-        return state, weight * credit(record.wrong)
+        state, weight = self._trust.judge(state, heartbeat_age)
+        return state, weight * credit(wrong)
 
     def heartbeat_age(self) -> float:
         """Seconds since the indexer last said that it lives; infinite if it never did."""
@@ -277,48 +298,47 @@ class MapReader:
 
     def query_keys(self, model: str, keys_of: KeysOf, lora_name: str | None = None) -> list[Matched]:
         """As :meth:`query`, for a prompt that is told by the keys of its blocks."""
+        answer: list[Matched] = []
         with self._begin() as txn:
             age = self._heartbeat_age(txn)
-            judged: dict[tuple[str, float], tuple[str, float]] = {}
-            families: dict[tuple[Any, ...], list[StreamRecord]] = {}
-            for record in self._streams(txn):
-                if serves(record, model):
-                    families.setdefault(_family(record, lora_name), []).append(record)
-            answer: list[Matched] = []
-            for members in families.values():
-                held = self._held(txn, members, keys_of)
-                for record in members:
-                    kind = (record.state, record.wrong)
-                    if kind not in judged:
-                        judged[kind] = self._judge(record, age)
-                    answer.append(_matched(record, held, *judged[kind]))
+            for family in self._current(txn).of(model, lora_name):
+                answer += self._matched(family, self._held(txn, family, keys_of), age)
         return answer
 
-    def _held(
-        self,
-        txn: lmdb.Transaction,
-        members: list[StreamRecord],
-        keys_of: KeysOf,
-    ) -> list[dict[int, int]]:
+    def _matched(self, family: Family, held: list[dict[int, int]], heartbeat_age: float) -> list[Matched]:
+        """What each member holds, by its slot in ``held``."""
+        size, judged = family.block_size or 0, dict[tuple[str, float], tuple[str, float]]()
+        on_gpu, in_memory, anywhere = (levels.get for levels in held)
+        one_tier = not family.spread
+        answer = []
+        for slot, instance, rank, kind, generation, sequence in family.rows:
+            if kind not in judged:
+                judged[kind] = self._judge(*kind, heartbeat_age)
+            state, weight = judged[kind]
+            gpu = cpu = disk = on_gpu(slot, 0) * size
+            if not one_tier:
+                cpu, disk = in_memory(slot, 0) * size, anywhere(slot, 0) * size
+            answer.append(Matched(instance, rank, size, state, weight, gpu, cpu, disk, generation, sequence))
+        return answer
+
+    def _held(self, txn: lmdb.Transaction, family: Family, keys_of: KeysOf) -> list[dict[int, int]]:
         """Leading blocks by slot, for GPU, GPU and CPU, all tiers.
 
         Holes are counted over all tiers together: a chain without one may still have gaps on the GPU alone.
         """
-        block_size = members[0].block_size
+        block_size, members, slots, spread = family.block_size, family.members, family.slots, family.spread
         if block_size is None:
             return [{}, {}, {}]
         keys = keys_of(members[0], block_size)
-        slots = sum(1 << record.slot for record in members)
-        corrected = self._corrections.of(txn, members)
-        holey = corrected.slots | sum(1 << record.slot for record in members if record.orphans)
-        spread = sum(1 << record.slot for record in members if record.lower_tiers)
-        everywhere = match(corrected.over(self._lookup(txn, DISK)), keys, slots, holey)
+        corrected = self._corrections.of(txn, members) if family.corrected else NOTHING
+        holey = corrected.slots | family.orphaned
+        everywhere = match(corrected.over(_lookup(txn, DISK)), keys, slots, holey)
         tiers = (GPU, CPU) if spread else ()
         levels = [
-            *(match(corrected.over(self._lookup(txn, tier)), keys, slots, holey | spread) for tier in tiers),
+            *(match(corrected.over(_lookup(txn, tier)), keys, slots, holey | spread) for tier in tiers),
             everywhere,
         ]
-        hybrids = [record for record in members if record.restrictions and record.slot in everywhere]
+        hybrids = [record for record in family.hybrids if record.slot in everywhere]
         if hybrids:
             usable = keys_of.usable(keys, block_size)
             for level, tier in enumerate((*tiers, DISK)):
@@ -335,7 +355,7 @@ class MapReader:
         corrected: Corrected,
     ) -> dict[int, int]:
         """What of ``held`` in their main groups streams can use, with what their other groups hold."""
-        lookup = self._lookup(txn, tier)
+        lookup = _lookup(txn, tier)
         usable: dict[int, int] = {}
         for record in hybrids:
             needs = {
@@ -349,20 +369,6 @@ class MapReader:
 
             usable[record.slot] = restrict(holds, min(held.get(record.slot, 0), len(keys)), needs)
         return usable
-
-    def _lookup(self, txn: lmdb.Transaction, level: int) -> Lookup:
-        """Bitmaps of the slots that hold a key in the tiers up to ``level``."""
-        get = cast(Callable[..., bytes | None], txn.get)
-        blocks = self._tables.blocks
-
-        def lookup(key: bytes) -> int:
-            value = get(key, db=blocks)
-            if value is None:
-                return 0
-            gpu, cpu, disk = decode_holders(value)
-            return gpu if level == 0 else gpu | cpu if level == 1 else gpu | cpu | disk
-
-        return lookup
 
     def holders(self, key: bytes) -> list[tuple[StreamRecord, list[str]]]:
         """Who holds a block, and in which tiers, by block key."""
@@ -432,36 +438,32 @@ def root_of(record: StreamRecord, lora_name: str | None, block_size: int) -> byt
     )
 
 
-def _matched(record: StreamRecord, held: list[dict[int, int]], state: str, weight: float) -> Matched:
-    instance, rank = record.id
-    size = record.block_size or 0
-    gpu, cpu, disk = held
-    slot = record.slot
-    return Matched(
-        instance,
-        rank,
-        size,
-        state,
-        weight,
-        gpu.get(slot, 0) * size,
-        cpu.get(slot, 0) * size,
-        disk.get(slot, 0) * size,
-        record.generation,
-        record.sequence,
-    )
+@lru_cache(HOLDERS_CACHED)
+def _on_gpu(value: bytes) -> int:
+    return decode_holders(value)[0]
 
 
-def serves(record: StreamRecord, model: str) -> bool:
-    """Whether the stream is of ``model``, by its registered name or an alias."""
-    return record.registration.model_name == model or model in record.registration.aliases
+@lru_cache(HOLDERS_CACHED)
+def _in_memory(value: bytes) -> int:
+    gpu, cpu, _ = decode_holders(value)
+    return gpu | cpu
 
 
-def _family(record: StreamRecord, lora_name: str | None) -> tuple[Any, ...]:
-    """Streams whose keys for one prompt are the same."""
-    registered = record.registration
-    return (
-        registered.model_name,
-        registered.additional_salt,
-        record.block_size,
-        record.epoch(lora_name),
-    )
+@lru_cache(HOLDERS_CACHED)
+def _anywhere(value: bytes) -> int:
+    gpu, cpu, disk = decode_holders(value)
+    return gpu | cpu | disk
+
+
+_UP_TO = (_on_gpu, _in_memory, _anywhere)
+
+
+def _lookup(txn: lmdb.Transaction, level: int) -> Lookup:
+    """Bitmaps of the slots that hold a key in the tiers up to ``level``."""
+    get, slots_in = cast(Callable[[bytes], bytes | None], txn.get), _UP_TO[level]
+
+    def lookup(key: bytes) -> int:
+        value = get(key)
+        return 0 if value is None else slots_in(value)
+
+    return lookup
