@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import msgspec
+from multidict import istr
 
 from router.latency import COLD_OVERHEAD_S, COLD_S_PER_TOKEN
 from router.replicas import StreamId
 
 HEADER_PREFIX = "x-warmroute-"
 MAX_REASON_CHARS = 300
+_REPLICA, _POLICY, _REASON, _RULE, _PROMPT_TOKENS, _MATCHED_TOKENS = (
+    istr(HEADER_PREFIX + name)
+    for name in ("replica", "policy", "reason", "rule", "prompt-tokens", "matched-tokens")
+)
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -173,14 +179,18 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     def headers(self) -> dict[str, str]:
         """The response headers that say it. Without tokens there are no counts."""
-        said = {"replica": self.chosen[0], "policy": self.policy, "reason": self.reason}
+        said: dict[str, str] = {
+            _REPLICA: _name_value(self.chosen[0]),
+            _POLICY: _name_value(self.policy),
+            _REASON: header_value(self.reason),
+        }
         if self.rule is not None:
-            said["rule"] = self.rule
+            said[_RULE] = _name_value(self.rule)
         if self.prompt_tokens is not None:
-            said["prompt-tokens"] = str(self.prompt_tokens)
+            said[_PROMPT_TOKENS] = str(self.prompt_tokens)
             if self.matched_tokens is not None:
-                said["matched-tokens"] = str(self.matched_tokens)
-        return {HEADER_PREFIX + name: header_value(value) for name, value in said.items()}
+                said[_MATCHED_TOKENS] = str(self.matched_tokens)
+        return said
 
 
 def header_value(text: str) -> str:
@@ -189,3 +199,7 @@ def header_value(text: str) -> str:
     if line.isascii() and line.isprintable():
         return line
     return "".join(char if " " <= char <= "~" else "?" for char in line)
+
+
+_name_value = lru_cache(1024)(header_value)
+"""The same for names, of which there are few."""

@@ -135,7 +135,7 @@ class Exchange:
         self._judge()
         if self._upstream is not None:
             self._upstream.close()
-        said = self._relayed.tap.answer() if self._relayed is not None else NOTHING
+        said = self._said()
         self._compare(said)
         self._entry.outcome = Outcome(
             status=status,
@@ -157,11 +157,21 @@ class Exchange:
         else:
             self._outliers.succeeded(replica)
 
+    def _said(self) -> Answer:
+        """What the answer says of itself, where somebody wants to know."""
+        if self._relayed is None or not (self._comparable or self._recorded):
+            return NOTHING
+        return self._relayed.tap.answer()
+
+    @property
+    def _comparable(self) -> bool:
+        """Whether what an engine says is of the prompt that we know, at the rank that we chose."""
+        return self.plan.comparable and self.placed and self.decision.prompt_tokens is not None
+
     def _compare(self, said: Answer) -> None:
         """Predicted against actual cached tokens, where the engine says them of the same prompt."""
         decision = self.decision
-        comparable = self.plan.comparable and self.placed
-        if not comparable or decision.prompt_tokens is None or said.prompt_tokens is None:
+        if not self._comparable or said.prompt_tokens is None:
             return
         metrics, replica = self._metrics, decision.chosen[0]
         if said.prompt_tokens != decision.prompt_tokens:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 HOP_BY_HOP = frozenset(
     {
@@ -21,11 +21,17 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-REQUEST_ID = "X-Request-Id"
-RANK = "X-data-parallel-rank"
-_NOT_TO_REPLICA = HOP_BY_HOP | {"host", "content-length", "expect", REQUEST_ID.lower()}
+# Names as istr: multidict has to fold their case once only.
+REQUEST_ID: str = istr("X-Request-Id")
+RANK: str = istr("X-data-parallel-rank")
+_CONNECTION, _AUTHORIZATION = istr("Connection"), istr("Authorization")
+_FORWARDED, _TE, _VIA = istr("Forwarded"), istr("TE"), istr("Via")
+_FORWARDED_FOR, _FORWARDED_HOST, _FORWARDED_PROTO = map(
+    istr, ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto")
+)
+_NOT_TO_CLIENT = tuple(map(istr, sorted(HOP_BY_HOP)))
+_NOT_TO_REPLICA = (*_NOT_TO_CLIENT, *map(istr, ("host", "content-length", "expect")), REQUEST_ID)
 _OURS = "x-warmroute-"
-_SINGLE = ("authorization",)
 MAX_REQUEST_ID_CHARS = 256
 
 
@@ -42,10 +48,11 @@ def request_id_of(headers: Mapping[str, str]) -> str:
     """The client's request id, or one of ours where there is none that is printable ASCII of sensible length:
     it is shown in answers, decisions, spans and recordings.
     """
-    given = headers.get(REQUEST_ID, "")
-    usable = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARS
+    given = headers.get(REQUEST_ID)
+    if given and given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARS:
+        return given
     # Not uuid4, which asks the system for its bytes: an id has to be new, not secret.
-    return given if usable else f"{random.getrandbits(128):032x}"
+    return random.getrandbits(128).to_bytes(16).hex()
 
 
 def shown(text: str) -> str:
@@ -53,13 +60,16 @@ def shown(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _without_hop(headers: CIMultiDictProxy[str], left_out: frozenset[str]) -> CIMultiDict[str]:
-    """The headers but for ``left_out``, in small letters, and for those that ``Connection`` names."""
-    if "Connection" in headers:
-        left_out |= {
-            name.strip().lower() for value in headers.getall("Connection") for name in value.split(",")
-        }
-    return CIMultiDict([item for item in headers.items() if item[0].lower() not in left_out])
+def _without(headers: CIMultiDictProxy[str], left_out: Iterable[str]) -> CIMultiDict[str]:
+    """The headers but for ``left_out``, and for those that ``Connection`` names."""
+    passed = headers.copy()
+    for value in headers.getall(_CONNECTION, ()):
+        for name in value.split(","):
+            passed.popall(name.strip(), None)
+    for name in left_out:
+        if name in passed:
+            del passed[name]
+    return passed
 
 
 class Via(msgspec.Struct, frozen=True):
@@ -77,12 +87,11 @@ def to_replica(
     ``request_id``, with ``rank`` where we chose one and the caller did not, and with ``via`` added to what
     proxies before us said. Of a repeated Authorization the first counts; other repeats are kept.
     """
-    passed = _without_hop(headers, _NOT_TO_REPLICA)
-    if "TE" in headers and _takes_trailers(headers):
-        passed["TE"], passed["Connection"] = "trailers", "TE"
-    for name in _SINGLE:
-        if len(values := passed.getall(name, [])) > 1:
-            passed[name] = values[0]
+    passed = _without(headers, _NOT_TO_REPLICA)
+    if _TE in headers and _takes_trailers(headers):
+        passed[_TE], passed[_CONNECTION] = "trailers", "TE"
+    if len(keys := passed.getall(_AUTHORIZATION, [])) > 1:
+        passed[_AUTHORIZATION] = keys[0]
     passed[REQUEST_ID] = request_id
     if rank is not None:
         passed.setdefault(RANK, str(rank))
@@ -100,22 +109,24 @@ def _tell_the_way(headers: CIMultiDict[str], via: Via) -> None:
     """Adds ``via`` in the headers of RFC 9110 (section 7.6.3) and 7239, and in those that came before it."""
     node = f"[{via.address}]" if ":" in via.address else via.address
     host = via.host.replace("\\", "\\\\").replace('"', '\\"')
-    _append(headers, "Forwarded", f'for="{node}";host="{host}";proto={via.scheme}')
-    _append(headers, "X-Forwarded-For", via.address)
-    headers.setdefault("X-Forwarded-Host", via.host)
-    headers.setdefault("X-Forwarded-Proto", via.scheme)
-    _append(headers, "Via", "1.1 warmroute")
+    _append(headers, _FORWARDED, f'for="{node}";host="{host}";proto={via.scheme}')
+    _append(headers, _FORWARDED_FOR, via.address)
+    headers.setdefault(_FORWARDED_HOST, via.host)
+    headers.setdefault(_FORWARDED_PROTO, via.scheme)
+    _append(headers, _VIA, "1.1 warmroute")
 
 
 def _append(headers: CIMultiDict[str], name: str, value: str) -> None:
-    headers[name] = ", ".join([*headers.getall(name, []), value])
+    said = headers.getall(name, None)
+    headers[name] = value if said is None else ", ".join([*said, value])
 
 
 def to_client(headers: CIMultiDictProxy[str], ours: Mapping[str, str]) -> CIMultiDict[str]:
     """The headers for the client: without those of the hop, with ``ours`` in place of equal names."""
-    passed = _without_hop(headers, HOP_BY_HOP)
-    for name in [name for name in passed if name.lower().startswith(_OURS)]:
-        passed.popall(name, None)
+    passed = _without(headers, _NOT_TO_CLIENT)
+    if _OURS in "\n".join(passed).lower():
+        for name in [name for name in passed if name.lower().startswith(_OURS)]:
+            passed.popall(name, None)
     passed.update(ours)
     return passed
 

@@ -6,6 +6,7 @@ Labels hold names and codes, never parts of requests.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,12 +22,37 @@ _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _FAST_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
 
 
+_Kind = TypeVar("_Kind", Counter, Histogram)
+
+
+class Labelled(Generic[_Kind]):
+    """The series of a metric by the values of their labels. Those that were asked for once are at hand:
+    ``prometheus_client`` makes text of each value and takes a lock to find one.
+    """
+
+    def __init__(self, metric: _Kind) -> None:
+        self._metric: _Kind = metric
+        self._series: dict[tuple[str, ...], _Kind] = {}
+
+    def labels(self, *values: str) -> _Kind:
+        """The one series."""
+        series = self._series.get(values)
+        if series is None:
+            series = self._series[values] = self._metric.labels(*values)
+        return series
+
+    def forget(self, replica: str) -> None:
+        """Takes the series of a replica out."""
+        self._metric.remove_by_labels({"replica": replica})
+        self._series.clear()
+
+
 class RouterMetrics:
     """All counters and histograms. Gauges are read from the load and the fleet when somebody scrapes."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._of_replicas: list[Counter | Histogram] = []
+        self._of_replicas: list[Labelled[Counter] | Labelled[Histogram]] = []
         self.requests = self._counter("requests", "Requests by how they ended", "policy", "replica", "status")
         self.decisions = self._counter(
             "decisions", "Choices by whether the policy had what it needs", "policy", "mode"
@@ -56,8 +82,10 @@ class RouterMetrics:
             "retries_refused", "Requests that were not tried once more though attempts were left", "reason"
         )
         self.broken = self._counter("broken_answers", "Answers that broke off in the middle", "replica")
-        self.unknown_streams = self._counter(
-            "unknown_streams", "Streams in answers of the index that are none of ours"
+        self.unknown_streams = Counter(
+            PREFIX + "unknown_streams",
+            "Streams in answers of the index that are none of ours",
+            registry=self.registry,
         )
         self.polls_failed = self._counter(
             "polls_failed", "Times that a replica did not say its load", "replica", "reason"
@@ -77,12 +105,14 @@ class RouterMetrics:
         self.token_count_mismatch = self._counter(
             "token_count_mismatch", "Answers whose prompt_tokens differ from ours", "replica"
         )
-        self.ttft_seconds = Histogram(
-            PREFIX + "ttft_seconds",
-            "From sending a streamed request to the first byte of its body",
-            ("policy", "replica"),
-            buckets=_TTFT_BUCKETS,
-            registry=self.registry,
+        self.ttft_seconds = Labelled(
+            Histogram(
+                PREFIX + "ttft_seconds",
+                "From sending a streamed request to the first byte of its body",
+                ("policy", "replica"),
+                buckets=_TTFT_BUCKETS,
+                registry=self.registry,
+            )
         )
         self._of_replicas.append(self.ttft_seconds)
         self.lookup_seconds = self._fast("lookup_seconds", "Asking the index")
@@ -95,10 +125,10 @@ class RouterMetrics:
     def forget(self, replica: str) -> None:
         """Takes the series of a replica out that is none of ours any more."""
         for metric in self._of_replicas:
-            metric.remove_by_labels({"replica": replica})
+            metric.forget(replica)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        counter = Counter(PREFIX + name, text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Labelled[Counter]:
+        counter = Labelled(Counter(PREFIX + name, text, labels, registry=self.registry))
         if "replica" in labels:
             self._of_replicas.append(counter)
         return counter

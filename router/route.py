@@ -382,7 +382,9 @@ class Route:
 
 def _ours(exchange: Exchange) -> dict[str, str]:
     """The headers that we add to an answer."""
-    return {**exchange.decision.headers(), REQUEST_ID: exchange.decision.request_id}
+    said = exchange.decision.headers()
+    said[REQUEST_ID] = exchange.decision.request_id
+    return said
 
 
 def _nothing() -> None:
