@@ -87,7 +87,8 @@ class AnswerTap:
     def feed(self, chunk: bytes) -> None:
         if self._is_stream and not self.done:
             line = self._line + chunk
-            self.done = _DONE.search(line) is not None
+            if b"[DONE]" in line:
+                self.done = _DONE.search(line) is not None
             self._line = line[-_DONE_BYTES:]
         self._chunks.append(chunk)
         self._size += len(chunk)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 from typing import Protocol
 
 from aiohttp.http_parser import RawResponseMessage
 
 BODILESS_STATUSES = frozenset({101, 204, 304})
-_SIZE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n]*)?")
 
 
 class FramingError(Exception):
@@ -110,6 +108,8 @@ class Chunked:
     def feed(self, data: bytes) -> bytes:
         if self._held:
             data, self._held = self._held + data, b""
+        if self._awaited is SIZE and (whole := _only_chunk(data)):
+            return whole
         pieces, at = [], 0
         while not self.over:
             if self._left:
@@ -125,7 +125,7 @@ class Chunked:
             at = end + 2
         else:
             self.rest = at < len(data)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return b"".join(pieces)
 
     def close(self) -> None:
         """What is not there by now does not come."""
@@ -138,10 +138,7 @@ class Chunked:
 
     def _take_line(self, line: bytes) -> None:
         if self._awaited is SIZE:
-            size = _SIZE.fullmatch(line)
-            if size is None:
-                raise FramingError("a chunk's size is no number")
-            self._left = int(size[1], 16)
+            self._left = _size(line)
             self._awaited = END_OF_DATA if self._left else TRAILER
         elif self._awaited is END_OF_DATA:
             if line:
@@ -153,3 +150,27 @@ class Chunked:
                 raise FramingError(f"the trailers take more than {self._trailer_bytes} bytes")
         else:
             self.over = True
+
+
+def _only_chunk(data: bytes) -> bytes:
+    """The data of a chunk that is all there is, as the pieces of a stream are; nothing where it is not so."""
+    start = data.find(b"\r\n", 0, 12) + 2
+    if start > 2 and data.endswith(b"\r\n") and _size(data[: start - 2]) == len(data) - start - 2:
+        return data[start:-2]
+    return b""
+
+
+def _size(line: bytes) -> int:
+    """Raises FramingError."""
+    digits = line if line.isalnum() else _without_extension(line)
+    try:
+        # Python's int takes signs, underscores and 0x, too.
+        if digits.isalnum() and len(digits) < 16 and not digits.startswith((b"0x", b"0X")):
+            return int(digits, 16)
+    except ValueError:
+        pass
+    raise FramingError("a chunk's size is no number")
+
+
+def _without_extension(line: bytes) -> bytes:
+    return b"" if b"\n" in line or b"\r" in line else line.partition(b";")[0].rstrip(b" \t")

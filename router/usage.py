@@ -109,7 +109,12 @@ class UnaskedUsage:
 
 def _is_plain(chunk: bytes) -> bool:
     """Whole events of which none is of interest: nearly all that ever come."""
-    return chunk.endswith(b"\n\n") and b'"usage"' not in chunk and _FINISH.search(chunk) is None
+    return (
+        chunk.endswith(b"\n\n")
+        and b'"usage"' not in chunk
+        and b'"finish_reason":"' not in chunk
+        and b'"finish_reason": "' not in chunk
+    )
 
 
 def _usage_chunk(event: bytes) -> _Chunk | None:

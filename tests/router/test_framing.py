@@ -79,7 +79,8 @@ def test_px10_what_is_read_as_chunks_aiohttps_parser_reads_in_the_same_way(
     except FramingError:
         return
     if framing.over and not framing.rest and not framing.trailers:
-        assert got == as_aiohttp_reads(body)
+        # What stands in extensions is dropped; it minds their grammar.
+        assert as_aiohttp_reads(body) in ([got, None] if b";" in body else [got])
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,7 @@ def test_px10_what_is_read_as_chunks_aiohttps_parser_reads_in_the_same_way(
         b"2\r\n{}X\r\n",
         b"2\r\n{}XX",
         b"f" * 16 + b"\r\n",
+        b"2;a\n{}\r\n",
         b"2;" + b"x" * 5000,
         b"0\r\n" + b"X-T: 1\r\n" * 1000,
     ],
