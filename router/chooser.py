@@ -111,11 +111,12 @@ class Chooser:
         queued = self._filled(streams, loads, speeds)
         behind, rooms = self.crowding.behind(streams), self.displacement.rooms(streams)
         found = []
-        for number, stream in enumerate(streams):
-            load, speed, matched = loads[number], speeds[number], matches.get(stream)
-            cached, credited = _credit(matched, prompt_tokens)
-            hinted = 0
-            if prompt_tokens and stream in soon:
+        each = zip(streams, loads, speeds, queued, behind, rooms, strict=True)
+        for stream, load, speed, prefill_tokens, behind_it, room_tokens in each:
+            matched, cached, credited, hinted = matches.get(stream), None, 0, 0
+            if matched is not None and prompt_tokens:
+                cached, credited = _credit(matched, prompt_tokens)
+            if soon and prompt_tokens and stream in soon:
                 hinted = min(soon[stream] * self._mark_tokens, prompt_tokens - 1)
             candidate = Candidate(
                 replica=stream[0],
@@ -127,12 +128,12 @@ class Chooser:
                 state=None if matched is None else matched.state,
                 weight=None if matched is None else matched.weight,
                 requests=load.requests,
-                prefill_tokens=queued[number],
+                prefill_tokens=prefill_tokens,
                 decoding=load.decoding,
                 overhead_s=speed.overhead_s,
                 s_per_token=speed.s_per_token,
-                behind=behind[number],
-                room_tokens=rooms[number],
+                behind=behind_it,
+                room_tokens=room_tokens,
             )
             found.append(candidate)
         return found
@@ -149,7 +150,8 @@ class Chooser:
             return queued
         each = [speed.s_per_token for speed in speeds]
         seconds = level([(s * tokens, 1 / s) for s, tokens in zip(each, queued, strict=True)], work)
-        return [max(tokens, round(seconds / s)) for s, tokens in zip(each, queued, strict=True)]
+        least = {s: round(seconds / s) for s in set(each)}
+        return [max(tokens, least[s]) for s, tokens in zip(each, queued, strict=True)]
 
     def _note_report(self, stream: StreamId, reported: Reported) -> None:
         self.displacement.capacity(stream, reported.capacity_tokens)
@@ -167,25 +169,16 @@ class Chooser:
         return tokens, reservation
 
 
-def usable_tokens(matched: Matched, prompt_tokens: int, held: int) -> int:
-    """``held`` tokens capped to what an engine can use: it always computes the last token of a prompt
-    itself.
+def _credit(matched: Matched, prompt_tokens: int) -> tuple[int, int]:
+    """The match as it is told, and what it is worth: by tier and by trust. Tokens; what an engine can use, as
+    it always computes the last token of a prompt itself.
     """
-    size = matched.block_size
-    if size <= 0:
-        return 0
-    most = (prompt_tokens - 1) // size * size
-    return held if held < most else most
-
-
-def _credit(matched: Matched | None, prompt_tokens: int | None) -> tuple[int | None, int]:
-    """The match as it is told, and what it is worth: by tier and by trust. Tokens."""
-    if matched is None or not prompt_tokens:
-        return None, 0
-    held = matched.gpu
-    gpu = usable_tokens(matched, prompt_tokens, held)
-    if held == matched.cpu == matched.disk:
+    size, gpu, cpu, disk = matched.block_size, matched.gpu, matched.cpu, matched.disk
+    most = (prompt_tokens - 1) // size * size if size > 0 else 0
+    one_tier = gpu == cpu == disk
+    gpu = gpu if gpu < most else most
+    if one_tier:
         return gpu, int(matched.weight * gpu)
-    cpu, disk = (usable_tokens(matched, prompt_tokens, held) for held in (matched.cpu, matched.disk))
+    cpu, disk = min(cpu, most), min(disk, most)
     credited = matched.weight * (gpu + CPU_CREDIT * max(0, cpu - gpu) + DISK_CREDIT * max(0, disk - cpu))
     return max(gpu, cpu, disk), int(credited)

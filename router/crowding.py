@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from router.replicas import StreamId
 
 SHARE = 0.002
@@ -72,6 +70,9 @@ class Crowding:
         self._busy.pop(stream, None)
 
 
-class _Average(msgspec.Struct):
-    value: float
-    count: int = 0
+class _Average:
+    __slots__ = ("count", "value")
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+        self.count = 0

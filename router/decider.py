@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil
 
 from router.chooser import Chooser, Subject
@@ -121,15 +121,17 @@ class Decider:
             )
         return self._fleet.admitted(streams)
 
-    def _candidates(self, plan: Plan, failed: Collection[str]) -> list[StreamId]:
+    def _candidates(self, plan: Plan, failed: Collection[str]) -> Sequence[StreamId]:
         """The streams that serve the request, with or without room."""
         fleet = self._fleet
-        replicas = fleet.serving(plan.model)
-        if not fleet.knows(plan.model):
+        serving = fleet.serving(plan.model)
+        streams: Sequence[StreamId] = serving.streams
+        if not serving.known:
             if plan.is_prompt and fleet.replicas:
                 raise _unknown_model(plan.model)
-            replicas = fleet.usable()
-        streams = [s for replica in replicas if replica.name not in failed for s in replica.streams()]
+            streams = [stream for replica in fleet.usable() for stream in replica.streams()]
+        if failed:
+            streams = [stream for stream in streams if stream[0] not in failed]
         # A rank that nobody has is for the engine to refuse, as it does without us.
         if plan.rank is not None and plan.rank in fleet.ranks(plan.model):
             streams = [s for s in streams if s[1] == plan.rank]
@@ -149,7 +151,13 @@ class Decider:
 
 def _told_match(plan: Plan, candidates: Iterable[Candidate]) -> int | None:
     """The longest match that is told: None without tokens, 0 where the index knows nothing."""
-    return None if plan.ids is None else max(candidate.trusted_tokens or 0 for candidate in candidates)
+    if plan.ids is None:
+        return None
+    longest = 0
+    for candidate in candidates:
+        if (candidate.matched_tokens or 0) > longest:
+            longest = max(longest, candidate.trusted_tokens or 0)
+    return longest
 
 
 def _reason(plan: Plan, best: Ranked, failed: Collection[str]) -> str:

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence, Set
 from typing import Any
 
 import aiohttp
@@ -16,6 +16,7 @@ from events.logs import Throttled
 from router.credential import credential
 from router.outliers import OutlierRules, Outliers, RandomSource
 from router.replicas import Health, Replica, ReplicaSpec, StreamId
+from router.serving import Serving
 from router.watcher import Watcher, WatchPace
 
 log = logging.getLogger(__name__)
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 REFRESH_COOL_DOWN_S = 1.0
 DRAIN_POLL_S = 0.1
 USUAL_PACE = WatchPace()
+MOST_MODELS = 256
+"""Models of which it is kept who serves them: clients may ask for any name."""
 
 Duty = Callable[[Replica], Coroutine[Any, Any, None]]
 
@@ -53,6 +56,9 @@ class Fleet:
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._duties: list[tuple[str, Duty]] = [("watch", self._watch)]
         self._refreshed_at = float("-inf")
+        self._version = (-1, 0)
+        self._serving: dict[str | None, Serving] = {}
+        self._streams: Set[StreamId] = frozenset()
         self._throttled = Throttled(log, clock)
         self.changed: Callable[[], None] = lambda: None
         self.in_flight: Callable[[str], int] = lambda name: 0
@@ -98,6 +104,7 @@ class Fleet:
         for replica in made.values():
             self._renew(replica)
         self.replicas = {name: made.get(name) or before[name] for name in wanted}
+        self._version = (-1, 0)
         for name, replica in before.items():
             if name not in wanted:
                 self.replicas[name] = replica
@@ -187,11 +194,28 @@ class Fleet:
         """
         return model or next((r.models.model for r in self.replicas.values() if r.models), None)
 
-    def serving(self, model: str | None) -> list[Replica]:
-        """The usable replicas that serve ``model``; one that has not said its models yet may serve any."""
-        usable = self.usable()
-        known = [replica for replica in usable if replica.resolve(model) is not None]
-        return known or [replica for replica in usable if replica.models is None]
+    def serving(self, model: str | None) -> Serving:
+        """Who serves ``model`` now. Found once, until something changes."""
+        self._look_again()
+        serving = self._serving.get(model)
+        if serving is None:
+            if len(self._serving) >= MOST_MODELS:
+                self._serving.clear()
+            serving = self._serving[model] = Serving.of(model, self.replicas.values())
+        return serving
+
+    @property
+    def streams(self) -> Set[StreamId]:
+        """The streams of all replicas."""
+        self._look_again()
+        return self._streams
+
+    def _look_again(self) -> None:
+        version = (Replica.changes, len(self.replicas))
+        if version != self._version:
+            self._version = version
+            self._serving.clear()
+            self._streams = {stream for replica in self.replicas.values() for stream in replica.streams()}
 
     def admitted(self, streams: Sequence[StreamId]) -> list[StreamId]:
         """The streams of replicas that are not kept from requests now; all where that would leave none."""
@@ -202,20 +226,16 @@ class Fleet:
 
     def knows(self, model: str | None) -> bool:
         """Whether some replica serves ``model`` or might, healthy or not."""
-        return any(r.models is None or r.resolve(model) is not None for r in self.replicas.values())
+        return self.serving(model).known
 
     def ranks(self, model: str | None) -> set[int]:
         """The data-parallel ranks of all replicas that serve ``model`` or might, healthy or not."""
-        return {rank for replica in self._may_serve(model) for rank in replica.all_ranks}
-
-    def _may_serve(self, model: str | None) -> list[Replica]:
-        return [r for r in self.replicas.values() if r.models is None or r.resolve(model) is not None]
-
-    def has(self, stream: StreamId) -> bool:
-        """Whether it is of one of the replicas."""
-        name, rank = stream
-        replica = self.replicas.get(name)
-        return replica is not None and rank in replica.all_ranks
+        return {
+            rank
+            for replica in self.replicas.values()
+            if replica.may_serve(model)
+            for rank in replica.all_ranks
+        }
 
     def failed(self, name: str, error: str, *, unreachable: bool) -> None:
         """A request to the replica failed. ``unreachable`` takes it out now; else it is checked at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from router.replicas import StreamId
 
@@ -40,7 +40,7 @@ class Hints:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[Hashable, dict[StreamId, int]] = {}
+        self._holders: dict[Hashable, Mapping[StreamId, int]] = {}
         self._hinted: dict[int, tuple[StreamId, Sequence[Hashable]]] = {}
         self._expiries: list[tuple[float, int]] = []
         self._numbers = itertools.count()
@@ -57,12 +57,12 @@ class Hints:
         if marks:
             self._hinted[number] = (stream, marks)
             self._marks += len(marks)
-            for mark in marks:
-                holders = self._holders.get(mark)
-                if holders is None:
-                    self._holders[mark] = {stream: 1}
-                else:
-                    holders[stream] = holders.get(stream, 0) + 1
+            known = self._known(marks)
+            for mark in marks[:known]:
+                holders = self._holders[mark]
+                self._holders[mark] = {**holders, stream: holders.get(stream, 0) + 1}
+            alone = {stream: 1}
+            self._holders.update(dict.fromkeys(marks[known:], alone))
             heapq.heappush(self._expiries, (now + min(LONGEST_S, predicted_s + LINGER_S), number))
         while self._marks > MOST_MARKS and self._expiries:
             self._drop(heapq.heappop(self._expiries)[1])
@@ -73,15 +73,19 @@ class Hints:
         self._expire(now)
         if not marks or marks[0] not in self._holders:
             return {}
-        # Who has a mark has all before it, so the marks that anybody has are the first ones.
-        known = bisect_left(range(len(marks)), True, key=lambda place: marks[place] not in self._holders)
         holders, found = self._holders[marks[0]], dict[StreamId, int]()
-        for number in range(known, 0, -1):
+        for number in range(self._known(marks), 0, -1):
             for stream in self._holders[marks[number - 1]]:
                 found.setdefault(stream, number)
             if len(found) == len(holders):
                 break
         return found
+
+    def _known(self, marks: Sequence[Hashable]) -> int:
+        """How many of the marks anybody has. Who has a mark has all before it, so they are the first ones."""
+        if not marks or marks[0] not in self._holders:
+            return 0
+        return bisect_left(range(len(marks)), True, key=lambda place: marks[place] not in self._holders)
 
     def forget(self, stream: StreamId) -> None:
         """The stream is gone, or has lost its cache."""
@@ -97,10 +101,14 @@ class Hints:
         if stream is None:
             return
         self._marks -= len(marks)
-        for mark in marks:
+        for place, mark in enumerate(marks):
             holders = self._holders[mark]
-            holders[stream] -= 1
-            if not holders[stream]:
-                del holders[stream]
-                if not holders:
-                    del self._holders[mark]
+            left = {**holders, stream: holders[stream] - 1}
+            if not left[stream]:
+                del left[stream]
+            if not left:
+                # Nobody has what comes behind it either.
+                for last in marks[place:]:
+                    del self._holders[last]
+                return
+            self._holders[mark] = left

@@ -8,8 +8,8 @@ and a segment's keys are kept under the root key of their family (model, adapter
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import takewhile
 
 from cachetools import LRUCache
 from xxhash import xxh3_128
@@ -31,9 +31,8 @@ class KeyCache:
     """
 
     def __init__(self, size_blocks: int) -> None:
-        self._kept: LRUCache[tuple[bytes, bytes], tuple[bytes, ...]] = LRUCache(
-            max(1, size_blocks), getsizeof=lambda keys: ENTRY_BLOCKS + len(keys)
-        )
+        self._kept: OrderedDict[tuple[bytes, bytes], tuple[bytes, ...]] = OrderedDict()
+        self._size_blocks = self._room = size_blocks
         self._families: LRUCache[bytes, None] = LRUCache(MAX_FAMILIES)
 
     def of(self, tokens: array[int], lora_name: str | None, cache_salt: str | None) -> PromptKeys:
@@ -42,12 +41,14 @@ class KeyCache:
 
     def known_tokens(self, digests: Sequence[bytes]) -> int:
         """How many leading tokens have keys already, all of them in one family."""
-        kept = self._kept
-        counts = (
-            sum(1 for _ in takewhile(kept.__contains__, ((digest, family) for digest in digests)))
-            for family in self._families
-        )
-        return max(counts, default=0) * SEGMENT_TOKENS
+        kept, most = self._kept, 0
+        for family in self._families:
+            for number, digest in enumerate(digests):
+                if (digest, family) not in kept:
+                    break
+                if number >= most:
+                    most = number + 1
+        return most * SEGMENT_TOKENS
 
     def keys(
         self,
@@ -59,18 +60,31 @@ class KeyCache:
     ) -> list[bytes]:
         """The keys of a prompt's whole blocks behind the root key ``family``; ``digests`` are of segments."""
         self._families[family] = None
-        key, keys = family, list[bytes]()
+        kept, keys = self._kept, list[bytes]()
         for number, digest in enumerate(digests):
-            segment = self._kept.get((digest, family))
+            name = (digest, family)
+            segment = kept.get(name)
             if segment is None:
                 part = tokens[number * SEGMENT_TOKENS : (number + 1) * SEGMENT_TOKENS]
-                segment = tuple(keys_behind(key, part, block_size, extras))
-                if ENTRY_BLOCKS + len(segment) <= self._kept.maxsize:
-                    self._kept[digest, family] = segment
+                before = keys[-1] if keys else family
+                segment = tuple(keys_behind(before, part, block_size, () if keys else extras))
+                self._keep(name, segment)
+            else:
+                kept.move_to_end(name)
             keys += segment
-            key, extras = keys[-1], ()
         tail = tokens[len(digests) * SEGMENT_TOKENS :]
-        return keys + keys_behind(key, tail, block_size, extras)
+        keys += keys_behind(keys[-1] if keys else family, tail, block_size, () if keys else extras)
+        return keys
+
+    def _keep(self, name: tuple[bytes, bytes], segment: tuple[bytes, ...]) -> None:
+        size = ENTRY_BLOCKS + len(segment)
+        if size > self._size_blocks:
+            return
+        self._room -= size
+        self._kept[name] = segment
+        while self._room < 0:
+            _, forgotten = self._kept.popitem(last=False)
+            self._room += ENTRY_BLOCKS + len(forgotten)
 
 
 class PromptKeys:

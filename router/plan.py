@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import msgspec
 from cachetools import TTLCache
@@ -28,6 +28,7 @@ from router.policies.keyed import Keyed
 from router.prompt import RequestBody, UnreadableBodyError, priority_of, read_body, read_other
 from router.replicas import Replica, StreamId
 from router.rules import Picked, Rules
+from router.serving import Serving
 from router.tokens import Tokenizer, Tokens, tokens_in_request
 from router.trust import Trust
 from router.usage import asking_for_usage
@@ -183,11 +184,11 @@ class Planner:
             streams=bool(parsed.stream),
             rank=rank,
         )
-        replicas = self._fleet.serving(parsed.model)
-        if unread or not replicas:
+        serving = self._fleet.serving(parsed.model)
+        if unread or not serving.replicas:
             return plan
-        tokens = await self._tokens(policy, parsed, replicas)
-        matches = await self._matches(policy, parsed, tokens, replicas)
+        tokens = await self._tokens(policy, parsed, serving.replicas)
+        matches = await self._matches(policy, parsed, tokens, serving)
         key, no_key = None, None
         if policy.key is not None:
             found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=tokens.ids))
@@ -260,9 +261,7 @@ class Planner:
         finally:
             self._metrics.tokenize_seconds.observe(self._clock() - begun)
 
-    async def _matches(
-        self, policy: Policy, body: RequestBody, tokens: Tokens, replicas: Sequence[Replica]
-    ) -> _Matches:
+    async def _matches(self, policy: Policy, body: RequestBody, tokens: Tokens, serving: Serving) -> _Matches:
         if self._lookup is None:
             return _Matches(fallback=fallback.NO_INDEX if policy.uses_matches else None)
         if tokens.ids is None or not (policy.uses_matches or policy.observes):
@@ -272,13 +271,12 @@ class Planner:
         salt = body.cache_salt
         if salt is not None and not isinstance(salt, str):
             return _Matches(fallback=fallback.BAD_CACHE_SALT)
-        resolved = {found for replica in replicas if (found := replica.resolve(body.model)) is not None}
-        if not resolved:
+        if not serving.resolved:
             return _Matches(fallback=fallback.MODEL_UNKNOWN)
-        return await self._ask(self._lookup, tokens.ids, resolved, salt or None)
+        return await self._ask(self._lookup, tokens.ids, serving.resolved, salt or None)
 
     async def _ask(
-        self, lookup: Lookup, ids: array[int], models: set[tuple[str, str | None]], salt: str | None
+        self, lookup: Lookup, ids: array[int], models: Set[tuple[str, str | None]], salt: str | None
     ) -> _Matches:
         """``models`` are the pairs of base model and LoRA name that the request means: one, unless replicas
         differ.
@@ -307,8 +305,10 @@ class Planner:
 
     def _judge(self, answer: Sequence[Matched]) -> _Matches:
         """The answer by stream, without what we do not know, and whether any of it can be used."""
-        named = {(str(m.instance), m.rank): m for m in answer}
-        by_stream = {stream: matched for stream, matched in named.items() if self._fleet.has(stream)}
+        named, known = {(str(m.instance), m.rank): m for m in answer}, self._fleet.streams
+        by_stream = named
+        if not named.keys() <= known:
+            by_stream = {stream: matched for stream, matched in named.items() if stream in known}
         for stream in self._trust.doubted() & by_stream.keys():
             by_stream[stream] = self._weighed(stream, by_stream[stream])
         strangers = ""
@@ -318,7 +318,7 @@ class Planner:
         if not by_stream:
             return _Matches(fallback=fallback.UNKNOWN_REPLICA if answer else fallback.MODEL_NOT_INDEXED)
         notes: tuple[str, ...] = (f"ignored in the index: {strangers}",) if strangers else ()
-        untrusted = [m.state for m in by_stream.values() if m.weight <= 0]
+        untrusted = [matched.state for matched in by_stream.values() if matched.weight <= 0]
         doubtful, trusted = set(untrusted), len(by_stream) - len(untrusted)
         if not trusted:
             return _Matches(by_stream, fallback.untrusted(doubtful), notes)

@@ -212,6 +212,9 @@ class Models(msgspec.Struct, frozen=True):
     cards: tuple[Mapping[str, Any], ...] = ()
 
 
+_STANDING = frozenset({"draining", "health", "models", "port_ranks", "ranks"})
+
+
 class Replica:
     """A replica and what is known of it now. Written by the fleet's tasks, read by everything else.
 
@@ -221,6 +224,9 @@ class Replica:
 
     Raises SettingsError when it is made with a key that is not where it should be.
     """
+
+    changes = 0
+    """Of all replicas: goes up when one is made, and when one changes in what requests are sent by."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self.spec = spec
@@ -236,6 +242,11 @@ class Replica:
         self.key = credential(f"--replica {spec.name}", spec.key)
         self.tokenize_missing_until = 0.0
         self.tokenize_slow_until = 0.0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name in _STANDING:
+            Replica.changes += 1
 
     @property
     def name(self) -> str:
@@ -273,6 +284,10 @@ class Replica:
         that holds something of it, and leaves the others to the engine's round robin.
         """
         return len(self.ranks) > 1 or bool(self.port_ranks and matched_tokens)
+
+    def may_serve(self, model: str | None) -> bool:
+        """Whether it serves ``model``, or has not said its models yet."""
+        return self.models is None or self.resolve(model) is not None
 
     def resolve(self, model: str | None) -> tuple[str, str | None] | None:
         """The base model and the LoRA name that ``model`` means here, or None when it is not served.

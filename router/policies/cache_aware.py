@@ -8,7 +8,7 @@ copy that exists cheaper than a second one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from router.decision import Ask, Candidate, RandomSource, Ranked
 from router.policies import least_loaded
+from router.policies.least_loaded import REQUEST_TOKENS
 from router.policies.ties import by_cost
 
 SLACK_SHARE = 0.01
@@ -42,24 +43,34 @@ class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             candidate.trusted_tokens is None and not candidate.hinted_tokens for candidate in candidates
         ):
             return least_loaded.rank(ask, candidates, rng)
-        why = _Why(self, ask)
-        ranked = [
-            Ranked(candidate, sum(self.terms(ask, prompt_tokens, candidate)), why) for candidate in candidates
-        ]
+        why, terms_of = _Why(self, ask), self.terms_of(ask)
+        ranked = [Ranked(candidate, sum(terms_of(candidate)), why) for candidate in candidates]
         return by_cost(ranked, rng, max(SLACK_TOKENS, SLACK_SHARE * prompt_tokens))
 
-    def terms(self, ask: Ask, prompt_tokens: int, candidate: Candidate) -> tuple[float, ...]:
-        """The ``TERMS`` of a candidate; without ``foresight`` the first four of them."""
-        affinity, behind, room_tokens = self.affinity, candidate.behind, candidate.room_tokens
-        token_s, new_tokens = 2 * affinity * candidate.s_per_token, prompt_tokens - candidate.reused_tokens
-        own = (*least_loaded.load_terms(candidate, 2 * (1 - affinity)), token_s * new_tokens)
-        if not self.foresight:
-            return own
-        # Tokens that are expected to be computed again for what the new ones push out.
-        displaced = 0.0
-        if room_tokens is not None and new_tokens > room_tokens:
-            displaced = ask.worth * (new_tokens - room_tokens)
-        return (*own, token_s * behind * new_tokens, token_s * (1 + behind) * displaced)
+    def terms_of(self, ask: Ask) -> Callable[[Candidate], tuple[float, ...]]:
+        """Gives the ``TERMS`` of a candidate; without ``foresight`` the first four of them."""
+        prompt_tokens, worth, foresight = ask.prompt_tokens or 0, ask.worth, self.foresight
+        load_weight, cache_weight = 2 * (1 - self.affinity), 2 * self.affinity
+
+        def terms(candidate: Candidate) -> tuple[float, ...]:
+            # Without calls: this runs for every replica and request.
+            s_per_token, room_tokens = candidate.s_per_token, candidate.room_tokens
+            credited, hinted = candidate.credited_tokens, candidate.hinted_tokens
+            new_tokens = prompt_tokens - (credited if credited > hinted else hinted)
+            token_s = load_weight * s_per_token
+            overhead, queued = load_weight * candidate.overhead_s, token_s * candidate.prefill_tokens
+            in_flight = token_s * REQUEST_TOKENS * candidate.requests
+            token_s = cache_weight * s_per_token
+            uncached = token_s * new_tokens
+            if not foresight:
+                return overhead, queued, in_flight, uncached
+            behind, displaced = candidate.behind, 0.0
+            if room_tokens is not None and new_tokens > room_tokens:
+                # Tokens that are expected to be computed again for what the new ones push out.
+                displaced = token_s * (1 + behind) * (worth * (new_tokens - room_tokens))
+            return overhead, queued, in_flight, uncached, token_s * behind * new_tokens, displaced
+
+        return terms
 
 
 class _Why(msgspec.Struct, frozen=True):
@@ -67,8 +78,7 @@ class _Why(msgspec.Struct, frozen=True):
     ask: Ask
 
     def terms(self, item: Ranked) -> Mapping[str, float]:
-        terms = self.policy.terms(self.ask, self.ask.prompt_tokens or 0, item.candidate)
-        return dict(zip(TERMS, terms, strict=False))
+        return dict(zip(TERMS, self.policy.terms_of(self.ask)(item.candidate), strict=False))
 
     def reason(self, item: Ranked) -> str:
         return _reason(self.ask.prompt_tokens or 0, item.candidate)

@@ -16,13 +16,13 @@ prefills.
 TERMS = ("overhead", "queued", "in_flight")
 
 
-def load_terms(candidate: Candidate, weight: float = 1.0) -> tuple[float, float, float]:
+def _terms(candidate: Candidate) -> tuple[float, float, float]:
     """The ``TERMS``: seconds for the prompt tokens queued to prefill, and for what the requests in flight
     cost.
     """
-    token_s = weight * candidate.s_per_token
+    token_s = candidate.s_per_token
     return (
-        weight * candidate.overhead_s,
+        candidate.overhead_s,
         token_s * candidate.prefill_tokens,
         token_s * REQUEST_TOKENS * candidate.requests,
     )
@@ -30,7 +30,7 @@ def load_terms(candidate: Candidate, weight: float = 1.0) -> tuple[float, float,
 
 class _Why(msgspec.Struct, frozen=True):
     def terms(self, item: Ranked) -> Mapping[str, float]:
-        return dict(zip(TERMS, load_terms(item.candidate), strict=True))
+        return dict(zip(TERMS, _terms(item.candidate), strict=True))
 
     def reason(self, item: Ranked) -> str:
         candidate = item.candidate
@@ -42,5 +42,5 @@ WHY = _Why()
 
 def rank(ask: Ask, candidates: Sequence[Candidate], rng: RandomSource) -> list[Ranked]:
     """By the time for queued prompt tokens and requests in flight; equals in random order."""
-    ranked = [Ranked(candidate, sum(load_terms(candidate)), WHY) for candidate in candidates]
+    ranked = [Ranked(candidate, sum(_terms(candidate)), WHY) for candidate in candidates]
     return by_cost(ranked, rng, REQUEST_TOKENS / 2)

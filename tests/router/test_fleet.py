@@ -9,7 +9,7 @@ import pytest
 
 from router.fleet import Fleet
 from router.introduction import model_cards
-from router.replicas import Health, parse_replica
+from router.replicas import Health, Models, parse_replica
 from router.watcher import WatchPace
 
 
@@ -118,3 +118,36 @@ async def test_px15_models_are_the_union_with_every_field_kept(
         {"id": "m", "max_model_len": 5, "owned_by": "x"},
         {"id": "lora", "parent": "m"},
     ]
+
+
+async def test_who_serves_a_model_follows_every_change_of_a_replica() -> None:
+    async with aiohttp.ClientSession() as session:
+        fleet = Fleet([parse_replica(f"{name}=http://127.0.0.1:1") for name in "ab"], session)
+        a, b = fleet.replicas.values()
+
+        def names(model: str = "m") -> str:
+            return "".join(replica.name for replica in fleet.serving(model).replicas)
+
+        assert (names(), names("n")) == ("ab", "ab")
+        a.models = Models("m")
+        assert (names(), names("n")) == ("a", "b")
+        b.models = Models("m", adapters=frozenset({"n"}))
+        assert (names(), names("n")) == ("ab", "b")
+        assert fleet.serving("n").resolved == {("m", "n")}
+        a.health = Health.DOWN
+        assert names() == "b"
+        b.draining = True
+        assert names() == ""
+        assert fleet.serving("m").known
+        assert not fleet.serving("x").known
+        a.health = Health.UP
+        a.ranks = (0, 1)
+        assert fleet.serving("m").streams == [("a", 0), ("a", 1)]
+        a.port_ranks = (2,)
+        assert fleet.streams == {("a", 0), ("a", 1), ("a", 2), ("b", 0)}
+        del fleet.replicas["a"]
+        assert names() == ""
+        assert fleet.streams == {("b", 0)}
+        fleet.update([parse_replica("c=http://127.0.0.1:1,model=m")])
+        assert names() == "c"
+        await fleet.close()
