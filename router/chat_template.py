@@ -18,6 +18,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
 from router.conversation import Chat, ContentFormat, InexactError
@@ -94,8 +95,26 @@ def _tojson(
     )
 
 
+_OF_DICT = frozenset(dir(dict))
+_OF_LOOP = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """With short ways to what templates ask for again and again, which the sandbox comes to as well: a key of
+    an object, and what is known of a loop.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is LoopContext and attribute in _OF_LOOP:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
 def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson

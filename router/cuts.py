@@ -12,6 +12,7 @@ not known here.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -76,6 +77,7 @@ class Cuts:
         )
         # Longest first: a regular expression takes the first that fits, the tokenizer the longest.
         self._added = re.compile("|".join(re.escape(token.content) for token in raw))
+        self._begin = os.path.commonprefix([token.content for token in raw])
         self._cutters = frozenset(
             token.content for token in raw if not (token.lstrip or token.rstrip or token.content[0].isspace())
         )
@@ -97,14 +99,21 @@ class Cuts:
         return self._cut(text, 1)
 
     def _cut(self, text: str, shortest: int) -> list[str]:
-        cutters, pieces, start = self._cutters, [], 0
-        for match in self._added.finditer(text):
-            at = match.start()
-            if at - start >= shortest and match.group() in cutters:
+        pieces, start = [], 0
+        match = self._next(text, 0)
+        while match:
+            at, end = match.span()
+            if at - start >= shortest and match.group() in self._cutters:
                 pieces.append(text[start:at])
                 start = at
+            match = self._next(text, end)
         pieces.append(text[start:])
         return pieces
+
+    def _next(self, text: str, start: int) -> re.Match[str] | None:
+        """What all tokens begin with is found ten times as fast as a token is."""
+        at = text.find(self._begin, start)
+        return None if at < 0 else self._added.search(text, at)
 
 
 def cuts_of(backend: Any) -> Cuts | None:
