@@ -18,15 +18,20 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace
 
 from router.conversation import Chat, ContentFormat, InexactError
+from router.tool_schemas import ToolSchemas
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind the message that goes on, to find where to cut. Its trailing space tells whether the template
 keeps spaces there.
 """
+
+
+_SCHEMAS = "the tools' schemas"
+"""A variable that no template can name."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -82,7 +87,9 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+@jinja2.pass_context
 def _tojson(
+    context: Context,
     value: Any,
     ensure_ascii: bool = False,
     indent: Any = None,
@@ -90,9 +97,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own makes it safe for HTML; this one leaves text as it is."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    schemas: ToolSchemas | None = context.parent.get(_SCHEMAS)
+    dump = schemas.tojson if schemas else json.dumps
+    return dump(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 _OF_DICT = frozenset(dir(dict))
@@ -165,15 +172,16 @@ class ChatTemplates:
         self, template: jinja2.Template, source: str, messages: list[dict[str, Any]], chat: Chat
     ) -> str:
         given = {"add_generation_prompt": False, "documents": None, **self._special_tokens, **chat.kwargs}
+        given |= {"tools": chat.tools, _SCHEMAS: chat.schemas}
         continued = given.pop("continue_final_message", False)
         if any(not isinstance(document, dict) for document in given["documents"] or ()):
             raise InexactError("template-refused")
         if not continued:
-            return template.render(given, messages=messages, tools=chat.tools)
+            return template.render(given, messages=messages)
         if given["add_generation_prompt"] or "content" not in source:
             raise InexactError("template-refused")
         messages, last = _tagged(messages)
-        return _cut(template.render(given, messages=messages, tools=chat.tools), last)
+        return _cut(template.render(given, messages=messages), last)
 
 
 def _compiled(source: str) -> jinja2.Template | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from router.prompt import RequestBody, given, plain
+from router.tool_schemas import SchemaCache, ToolSchemas
 
 ContentFormat = Literal["string", "openai"]
 """Whether a template gets a message's content as one text, or as a list of parts."""
@@ -66,13 +67,15 @@ class InexactError(Exception):
 class Chat(msgspec.Struct, frozen=True):
     """What a template is applied to, and whether the tokenizer adds special tokens of its own.
 
-    ``kwargs`` hold ``add_generation_prompt`` and ``continue_final_message`` too.
+    ``kwargs`` hold ``add_generation_prompt`` and ``continue_final_message`` too. ``schemas`` know the
+    ``tools`` as JSON.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     kwargs: dict[str, Any]
     add_special_tokens: bool = False
+    schemas: ToolSchemas | None = None
 
 
 def read_chat(body: RequestBody, content_format: ContentFormat) -> Chat:
@@ -96,12 +99,33 @@ def _read_chat(body: RequestBody, content_format: ContentFormat, media: _Media) 
     messages = body.said
     if not isinstance(messages, list) or not messages:
         raise InexactError("messages")
+    schemas = _schemas(body)
     return Chat(
         [_message(message, content_format, media) for message in messages],
-        _tools(plain(body.tools)) if given(body.tools) else None,
+        schemas.schemas if schemas else None,
         _kwargs(body),
         _flag(body.add_special_tokens, False),
+        schemas,
     )
+
+
+_seen = SchemaCache()
+
+
+def knows_tools(body: RequestBody) -> bool:
+    """Whether the tools of a request, if it has any, were read before."""
+    return not given(body.tools) or _seen.get(memoryview(body.tools)) is not None
+
+
+def _schemas(body: RequestBody) -> ToolSchemas | None:
+    if not given(body.tools):
+        return None
+    field = memoryview(body.tools)
+    found = _seen.get(field)
+    if found is None:
+        found = ToolSchemas(_tools(plain(body.tools)), len(field))
+        _seen.put(field, found)
+    return found
 
 
 def _flag(field: msgspec.Raw, default: bool) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 
 from events.logs import Throttled
 from router import fallback
-from router.conversation import ContentFormat, InexactError, read_chat, read_media_chat
+from router.conversation import ContentFormat, InexactError, knows_tools, read_chat, read_media_chat
 from router.fallback import Fallback
 from router.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_converted, load_tokenizer
 from router.prompt import RequestBody, given
@@ -283,7 +283,7 @@ def _is_quickly_rendered(body: RequestBody) -> bool:
     fields = (body.messages, body.prompt, body.tools, body.documents, body.chat_template_kwargs)
     if sum(len(memoryview(field)) for field in fields) > AT_ONCE_BYTES:
         return False
-    if len(memoryview(body.tools)) > AT_ONCE_TOOLS_BYTES:
+    if len(memoryview(body.tools)) > AT_ONCE_TOOLS_BYTES and not knows_tools(body):
         return False
     return not given(body.messages) or len(body.said) <= AT_ONCE_MESSAGES
 

@@ -44,7 +44,7 @@ def cpu_ms(tokenizer: Any, body: RequestBody) -> tuple[float, int]:
 
 @pytest.mark.skipif(not TOKENIZER.exists(), reason=f"no tokenizer in {TOKENIZER}")
 def test_the_tenth_turn_of_a_30k_token_chat() -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
     chance, table = random.Random(1), Table("chat", "tokens", "whole ms", "tenth turn ms", "share")
     for name, first_words, turn_words in [
         ("a document of 24k tokens, turns of 700", 17_000, 240),

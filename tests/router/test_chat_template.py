@@ -182,6 +182,19 @@ def test_ix09_a_chat_has_the_text_that_transformers_gives_it(name: str, tmp_path
     assert len(texts) > 10 or name in ("broken", "outside", "changing", "hidden", "none")
 
 
+@pytest.mark.parametrize("name", ["chatml", "llama"])
+def test_ix09_tools_that_were_seen_before_have_the_same_text(name: str, tmp_path: Path) -> None:
+    theirs = Theirs(TEMPLATES[name], tmp_path)
+    ours = ChatTemplates({"default": TEMPLATES[name]}, SPECIAL)
+    for content in ("x", "y"):
+        for number in (1, 2, 1):
+            tools = [{"type": "function", "function": {"name": f"f{number}", "description": "<ä>"}}]
+            fields = {"messages": [{"role": "user", "content": content}], "tools": tools}
+            said = read_chat(read_body(json.dumps(fields).encode()), "string")
+            assert ours.render(said) == theirs.render(said)
+            assert said.schemas is read_chat(read_body(json.dumps(fields).encode()), "string").schemas
+
+
 def test_ix09_a_template_that_another_version_would_render_otherwise_leaves_the_chat_to_the_engine() -> None:
     templates = ChatTemplates({"default": THINKING}, {})
     plain: dict[str, Any] = {"role": "assistant", "content": "c"}

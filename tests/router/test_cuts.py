@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from array import array
 from typing import Any
 
@@ -169,6 +170,18 @@ def test_a_text_that_goes_on_has_the_same_pieces_so_far(before: list[str], behin
 def test_a_longer_token_wins_as_it_does_in_the_tokenizer() -> None:
     cuts = Cuts([AddedToken("<a>"), AddedToken("<a><b>"), AddedToken("<b>")])
     assert cuts.all_pieces("x<a><b><b><a>") == ["x", "<a><b>", "<b>", "<a>"]
+
+
+@pytest.mark.parametrize("special", [SPECIAL, ["<s>", "</s>"], ["<s>", "[INST]"], ["<s>x", "<s>"], ["<"]])
+@settings(deadline=None)
+@given(parts=st.lists(st.sampled_from([*FRAGMENTS, "[INST]", "<s>x"]), max_size=20))
+def test_every_token_is_found(special: list[str], parts: list[str]) -> None:
+    text = "".join(parts)
+    longest_first = sorted(special, key=len, reverse=True)
+    found = list(re.finditer("|".join(map(re.escape, longest_first)), text))
+    starts = sorted({0, *(match.start() for match in found)})
+    cut = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
+    assert Cuts([AddedToken(content) for content in special]).all_pieces(text) == cut
 
 
 def test_no_cut_where_a_token_takes_spaces_along_or_is_only_found_in_normalised_text() -> None:

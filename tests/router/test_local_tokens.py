@@ -293,3 +293,22 @@ async def test_px13_what_is_long_to_render_is_never_on_the_loop(
     await local.tokens("model-a", body(**fields))
     assert tokenizer.threads == {"tokenize"}
     local.close()
+
+
+async def test_px13_long_tools_are_rendered_on_the_loop_once_they_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Begun, "new_chars", 0)
+    tokenizer = Bytes()
+    local = make(Loader(a=tokenizer))
+    await ready(local, "model-a")
+    local.judge("model-a", set(FORMATS))
+    function = {"name": "known", "description": "y" * AT_ONCE_TOOLS_BYTES}
+    asked = body(
+        messages=[{"role": "user", "content": "x"}], tools=[{"type": "function", "function": function}]
+    )
+    for thread in ("tokenize", threading.current_thread().name):
+        await local.tokens("model-a", asked)
+        assert tokenizer.threads == {thread}
+        tokenizer.threads.clear()
+    local.close()

@@ -1,0 +1,72 @@
+"""The tools of requests, which agents send again with every turn: read and written as JSON once."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from xxhash import xxh3_128_digest
+
+MAX_BYTES = 1 << 20
+"""Of all tools that are kept, as they came. What they become takes several times as much."""
+
+
+class ToolSchemas:
+    """Tools as a template gets them. Not to be changed."""
+
+    def __init__(self, schemas: list[dict[str, Any]], size_bytes: int) -> None:
+        self.schemas = schemas
+        self.size_bytes = size_bytes
+        self._parts = frozenset(map(id, _containers(schemas)))
+        self._texts: dict[tuple[int, str], str] = {}
+
+    def tojson(self, value: Any, **form: Any) -> str:
+        """``json.dumps`` of any ``value``; made once, if it is a part of these tools."""
+        if id(value) not in self._parts:
+            return json.dumps(value, **form)
+        key = (id(value), repr(form))
+        text = self._texts.get(key)
+        if text is None:
+            text = json.dumps(value, **form)
+            if len(self._texts) < len(self._parts):
+                self._texts[key] = text
+        return text
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _containers(inner)
+
+
+class SchemaCache:
+    """Tools by a digest of the JSON they came as; the least lately used forgotten first. For any thread."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, ToolSchemas] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, field: bytes | memoryview) -> ToolSchemas | None:
+        digest = xxh3_128_digest(field)
+        with self._lock:
+            found = self._kept.get(digest)
+            if found is not None:
+                self._kept.move_to_end(digest)
+            return found
+
+    def put(self, field: bytes | memoryview, tools: ToolSchemas) -> None:
+        """Keeps them; more than all may have together are not kept."""
+        digest = xxh3_128_digest(field)
+        with self._lock:
+            if tools.size_bytes > self._max_bytes or digest in self._kept:
+                return
+            self._kept[digest] = tools
+            self._bytes += tools.size_bytes
+            while self._bytes > self._max_bytes:
+                self._bytes -= self._kept.popitem(last=False)[1].size_bytes

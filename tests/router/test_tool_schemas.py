@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from router import tool_schemas
+from router.tool_schemas import SchemaCache, ToolSchemas
+
+
+def tools(name: str = "f") -> list[dict[str, Any]]:
+    parameters = {"type": "object", "properties": {"ä": {"type": "string", "enum": ["<b>", None, 1.5]}}}
+    return [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+
+
+@pytest.mark.parametrize("form", [{"indent": None}, {"indent": 4}, {"separators": [",", ":"]}])
+def test_a_part_of_the_tools_is_written_once(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Json:
+        @staticmethod
+        def dumps(value: Any, **form: Any) -> str:
+            made.append(value)
+            return json.dumps(value, **form)
+
+    monkeypatch.setattr(tool_schemas, "json", Json)
+    schemas = ToolSchemas(tools(), 100)
+    function = schemas.schemas[0]["function"]
+    parts = [schemas.schemas, schemas.schemas[0], function, function["parameters"]]
+    for _ in range(3):
+        for part in parts:
+            assert schemas.tojson(part, **form) == json.dumps(part, **form)
+    assert len(made) == len(parts)
+    others = [tools(), tools()[0], "text", 5, None, {"ä": 1}]
+    for other in others * 2:
+        assert schemas.tojson(other, **form) == json.dumps(other, **form)
+    assert len(made) == len(parts) + 2 * len(others), "what only looks like one of them is none"
+
+
+def test_as_many_texts_are_kept_as_the_tools_have_parts() -> None:
+    schemas = ToolSchemas(tools(), 100)
+    for indent in range(1000):
+        assert schemas.tojson(schemas.schemas, indent=indent) == json.dumps(schemas.schemas, indent=indent)
+    assert len(schemas._texts) <= len(schemas._parts) < 10
+
+
+def test_the_least_lately_used_tools_are_forgotten_and_their_bytes_are_bounded() -> None:
+    cache, made = SchemaCache(250), {name: ToolSchemas(tools(name), 100) for name in "abc"}
+    cache.put(b"a", made["a"])
+    cache.put(b"b", made["b"])
+    assert cache.get(memoryview(b"a")) is made["a"]
+    cache.put(b"c", made["c"])
+    assert [cache.get(name.encode()) for name in "abc"] == [made["a"], None, made["c"]]
+    cache.put(b"large", ToolSchemas(tools(), 251))
+    assert cache.get(b"large") is None
+    assert cache.get(b"a") is made["a"]
