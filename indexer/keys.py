@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from struct import iter_unpack
 from typing import Any
 
 import msgspec
@@ -38,11 +39,9 @@ def root_key(
 
 def local_hashes(tokens: array[int], block_size: int) -> list[bytes]:
     """xxh3-64 of the tokens of each whole block, 8 big-endian bytes each."""
-    data = token_bytes(tokens)
-    width = 4 * block_size
-    return [
-        xxh3_64_digest(data[at : at + width], LOCAL_SEED) for at in range(0, len(data) - width + 1, width)
-    ]
+    data, width = token_bytes(tokens), 4 * block_size
+    whole = data[: len(data) // width * width]
+    return [xxh3_64_digest(block, LOCAL_SEED) for (block,) in iter_unpack(f"{width}s", whole)]
 
 
 def extra_bytes(extra_keys: Sequence[Any] | None, lora_name: str | None = None) -> bytes:
@@ -65,15 +64,9 @@ def next_key(before: bytes, local: bytes, extra: bytes = b"") -> bytes:
 
 def block_keys(before: bytes, locals_: Sequence[bytes], extras: Sequence[bytes] = ()) -> list[bytes]:
     """Keys of consecutive blocks behind the key ``before``; ``extras`` are of the first blocks, or of all."""
-    keys = []
     key = before
-    for local, extra in zip(locals_, extras, strict=False):
-        key = xxh3_64_digest(key + local + extra)
-        keys.append(key)
-    for local in locals_[len(extras) :]:
-        key = xxh3_64_digest(key + local)
-        keys.append(key)
-    return keys
+    keys = [key := xxh3_64_digest(key + local + extra) for local, extra in zip(locals_, extras, strict=False)]
+    return keys + [key := xxh3_64_digest(key + local) for local in locals_[len(extras) :]]
 
 
 def keys_behind(

@@ -58,9 +58,13 @@ class Hints:
             self._hinted[number] = (stream, marks)
             self._marks += len(marks)
             known = self._known(marks)
+            before: Mapping[StreamId, int] = {}
+            after = before
             for mark in marks[:known]:
                 holders = self._holders[mark]
-                self._holders[mark] = {**holders, stream: holders.get(stream, 0) + 1}
+                if holders is not before:
+                    before, after = holders, {**holders, stream: holders.get(stream, 0) + 1}
+                self._holders[mark] = after
             alone = {stream: 1}
             self._holders.update(dict.fromkeys(marks[known:], alone))
             heapq.heappush(self._expiries, (now + min(LONGEST_S, predicted_s + LINGER_S), number))
@@ -101,11 +105,14 @@ class Hints:
         if stream is None:
             return
         self._marks -= len(marks)
+        before: Mapping[StreamId, int] = {}
+        left: dict[StreamId, int] = {}
         for place, mark in enumerate(marks):
             holders = self._holders[mark]
-            left = {**holders, stream: holders[stream] - 1}
-            if not left[stream]:
-                del left[stream]
+            if holders is not before:
+                before, left = holders, {**holders, stream: holders[stream] - 1}
+                if not left[stream]:
+                    del left[stream]
             if not left:
                 # Nobody has what comes behind it either.
                 for last in marks[place:]:

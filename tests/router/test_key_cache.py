@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from indexer import keys as block_keys
 from indexer.keys import keys_behind, prompt_extras, root_key
-from router.key_cache import SEGMENT_TOKENS, KeyCache
+from router.key_cache import SEGMENT_TOKENS, SHORT_TOKENS, KeyCache
 
 PROMPT = array("I", range(5 * SEGMENT_TOKENS + 100))
 
@@ -46,7 +46,7 @@ def tokens_of(ends: list[tuple[int, int]]) -> array[int]:
 
 
 PROMPTS = st.lists(
-    st.tuples(st.integers(0, 1), st.sampled_from([1, 15, 16, 1008, 1024, 2048])), max_size=5
+    st.tuples(st.integers(0, 1), st.sampled_from([1, 15, 16, 256, 1008, 1024, 2048])), max_size=5
 ).map(tokens_of)
 QUERIES = st.lists(
     st.tuples(
@@ -54,7 +54,7 @@ QUERIES = st.lists(
         st.fixed_dictionaries(
             {
                 "model": st.sampled_from(["a", "b"]),
-                "block_size": st.sampled_from([1, 16, 32, 48, 528, 1024, 2048]),
+                "block_size": st.sampled_from([1, 16, 32, 48, 512, 528, 1024, 2048]),
                 "lora_name": st.sampled_from([None, "", "l", "k"]),
                 "cache_salt": st.sampled_from([None, "", "l", "s"]),
                 "additional_salt": st.sampled_from([None, "", "t"]),
@@ -101,14 +101,17 @@ def test_only_what_is_new_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = block_keys.local_hashes
 
     def counted(tokens: array[int], block_size: int) -> list[bytes]:
-        hashed.append(len(tokens))
+        hashed.append(len(tokens) // block_size)
         return real(tokens, block_size)
 
     monkeypatch.setattr(block_keys, "local_hashes", counted)
     assert known(cache, PROMPT) == 5 * SEGMENT_TOKENS
     assert known(cache, PROMPT, "l") == known(cache, PROMPT, None, "s") == 0
     keys_of(cache, PROMPT + array("I", [7] * 200), model="m", block_size=16)
-    assert hashed == [300]
+    assert hashed == [SHORT_TOKENS // 16, 44 // 16]
+    hashed.clear()
+    keys_of(cache, PROMPT + array("I", [7] * 200), model="m", block_size=16)
+    assert hashed == [44 // 16]
 
 
 def test_the_cache_is_bounded_by_its_blocks() -> None:
