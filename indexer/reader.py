@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -438,32 +437,29 @@ def root_of(record: StreamRecord, lora_name: str | None, block_size: int) -> byt
     )
 
 
-@lru_cache(HOLDERS_CACHED)
-def _on_gpu(value: bytes) -> int:
-    return decode_holders(value)[0]
+class _SlotsOf(dict[bytes | None, int]):
+    """Bitmaps of slots in the tiers up to ``level``, by the ``blocks`` value; None is that of no block."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__({None: 0})
+        self._level = level
+
+    def __missing__(self, value: bytes | None) -> int:
+        if len(self) >= HOLDERS_CACHED:
+            self.clear()
+        gpu, cpu, disk = NOBODY if value is None else decode_holders(value)
+        slots = self[value] = (gpu, gpu | cpu, gpu | cpu | disk)[self._level]
+        return slots
 
 
-@lru_cache(HOLDERS_CACHED)
-def _in_memory(value: bytes) -> int:
-    gpu, cpu, _ = decode_holders(value)
-    return gpu | cpu
-
-
-@lru_cache(HOLDERS_CACHED)
-def _anywhere(value: bytes) -> int:
-    gpu, cpu, disk = decode_holders(value)
-    return gpu | cpu | disk
-
-
-_UP_TO = (_on_gpu, _in_memory, _anywhere)
+_SLOTS_OF = tuple(map(_SlotsOf, (GPU, CPU, DISK)))
 
 
 def _lookup(txn: lmdb.Transaction, level: int) -> Lookup:
     """Bitmaps of the slots that hold a key in the tiers up to ``level``."""
-    get, slots_in = cast(Callable[[bytes], bytes | None], txn.get), _UP_TO[level]
+    get, slots_of = cast(Callable[[bytes], bytes | None], txn.get), _SLOTS_OF[level]
 
     def lookup(key: bytes) -> int:
-        value = get(key)
-        return 0 if value is None else slots_in(value)
+        return slots_of[get(key)]
 
     return lookup

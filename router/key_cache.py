@@ -48,10 +48,12 @@ class KeyCache:
         """How many leading tokens have keys already, all of them in one family."""
         kept, most = self._kept, 0
         for family in self._families:
+            known = 0
             for end, digest in segments:
                 if (digest, family) not in kept:
                     break
-                most = max(most, end)
+                known = end
+            most = max(most, known)
         return most
 
     def keys(

@@ -56,6 +56,7 @@ class StreamLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 IDLE = StreamLoad()
+NONE = (0, 0, 0)
 NEVER = float("inf")
 
 
@@ -193,13 +194,9 @@ class Load:
             load = load + share.load
         if book.line or share.joined != NEVER:
             computed = self._computed(stream, book, share, now)
-        others = IDLE
-        if book.seen is not None:
-            others = self._others(stream, book, share, load, computed, now)
-        tokens = load.prefill_tokens + others.prefill_tokens - computed
-        return StreamLoad(
-            load.requests + others.requests, tokens if tokens > 0 else 0, load.decoding + others.decoding
-        )
+        requests, tokens, decoding = self._others(stream, book, share, load, computed, now)
+        tokens += load.prefill_tokens - computed
+        return StreamLoad(load.requests + requests, tokens if tokens > 0 else 0, load.decoding + decoding)
 
     def together(self, stream: StreamId) -> StreamLoad:
         """What this router has sent to one stream and not yet got back, by whatever worker."""
@@ -235,29 +232,32 @@ class Load:
             return IDLE
         share, now = self._share(stream), self._clock()
         computed = self._computed(stream, book, share, now)
-        return self._others(stream, book, share, self.together(stream), computed, now)
+        others = self._others(stream, book, share, self.together(stream), computed, now)
+        return StreamLoad(*others) if others is not NONE else IDLE
 
     def _others(
         self, stream: StreamId, book: _Book, share: Share, ours: StreamLoad, computed: int, now: float
-    ) -> StreamLoad:
-        """``ours`` are this router's, of which so many tokens are ``computed`` by now."""
+    ) -> tuple[int, int, int]:
+        """The fields of their load; ``ours`` are this router's, of which so many tokens are ``computed`` by
+        now.
+        """
         seen = book.seen
         if seen is None or not (seen.others or self._echo) or (age_s := now - seen.at) > STALE_S:
-            return IDLE
+            return NONE
         requests, waiting_share = seen.others, seen.waiting_share
         if ours.requests:
             since = max(0, min(book.sent + share.sent - seen.sent, ours.requests))
             requests += int(self._echo * since + 0.5)
             waiting_share = max(waiting_share, 1 - ours.decoding / ours.requests)
         if not requests:
-            return IDLE
+            return NONE
         waiting = int(waiting_share * requests + 0.5)
         tokens, backlog = 0.0, seen.backlog
         if backlog.others:
             computed_since = age_s / self.latency.of(stream).s_per_token
             left, sent_tokens = ours.prefill_tokens - computed, book.sent_tokens + share.sent_tokens
             tokens = backlog.others_now(left, sent_tokens, computed_since)
-        return StreamLoad(requests, round(tokens), requests - waiting)
+        return requests, round(tokens), requests - waiting
 
     def unseen_tokens(self, streams: Iterable[StreamId]) -> float:
         """Prompt tokens that others are likely to have sent to some of the streams since these were looked
@@ -381,7 +381,7 @@ class Load:
         if share.load is not IDLE:
             ours = ours + share.load
         computed = self._computed(stream, book, share, now)
-        guessed = self._others(stream, book, share, ours, computed, now).prefill_tokens
+        _, guessed, _ = self._others(stream, book, share, ours, computed, now)
         before = max(0, ours.prefill_tokens + guessed - computed)
         book.load = StreamLoad(
             book.load.requests + 1, book.load.prefill_tokens + prefill_tokens, book.load.decoding

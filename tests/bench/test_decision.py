@@ -1,6 +1,8 @@
 """CPU of one routing decision, tokenising aside: the request read, its keys made or found, the map asked, a
 stream chosen and booked. 32 replicas and a real map: four hold the whole prompt and the others its first
 twentieth, or each holds another part. Once more with the load that each engine reported.
+
+Then its parts for 8 replicas, of which one holds the prompt: what of a request's way is not relaying.
 """
 
 from __future__ import annotations
@@ -67,11 +69,15 @@ def all_differ(number: int, chance: random.Random) -> float:
 
 
 def fill(
-    folder: Path, tokens: array[int], block_size: int, share: Callable[[int, random.Random], float]
+    folder: Path,
+    tokens: array[int],
+    block_size: int,
+    share: Callable[[int, random.Random], float],
+    names: Sequence[str] = NAMES,
 ) -> MapWriter:
     """A map in which each replica holds its share of the prompt."""
     chance, writer = random.Random(1), MapWriter(folder)
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(names):
         count = int(share(number, chance) * (len(tokens) // block_size))
         with writer.group() as group:
             record = writer.open_stream(
@@ -89,16 +95,21 @@ def fill(
 
 
 def make(
-    writer: MapWriter, session: aiohttp.ClientSession, keys: KeyCache | None, *, reports: bool
+    writer: MapWriter,
+    session: aiohttp.ClientSession,
+    keys: KeyCache | None,
+    *,
+    reports: bool,
+    names: Sequence[str] = NAMES,
 ) -> tuple[Any, Any, Known]:
-    fleet = Fleet([parse_replica(f"{name}=http://127.0.0.1:1,model={MODEL}") for name in NAMES], session)
+    fleet = Fleet([parse_replica(f"{name}=http://127.0.0.1:1,model={MODEL}") for name in names], session)
     lookup = MapLookup(Path("/nowhere"), timeout_s=5, keys=keys)
     lookup._reader = MapReader(writer.env, writer.tables)
     rules, known = RouterSettings().rules(), Known()
     planner = Planner(fleet, known, lookup, rules, RouterMetrics(), Trust(), asks_usage=True)  # type: ignore[arg-type]
     chooser = Chooser(Load(), random.Random(1), time.monotonic, mark_tokens=MARK_TOKENS)
     if reports:
-        for name in NAMES:
+        for name in names:
             said = Reported(running=3, waiting=1, capacity_tokens=500_000)
             chooser.load.report((name, 0), said, 0)
     decider = Decider(fleet, chooser, rules.default, POLICIES["least-loaded"])
@@ -150,3 +161,51 @@ async def test_a_decision_for_32k_tokens_over_32_replicas(tmp_path: Path) -> Non
         f"\nCPU of a decision: {PROMPT_TOKENS:,} tokens, {REPLICAS} replicas, fastest tenth of {ROUNDS}"
     )
     console.print(table)
+
+
+async def parts_us(planner: Any, decider: Any, known: Known, prompt: Callable[[], array[int]]) -> list[float]:
+    """The map's answer, the rest of the plan, choice and booking: the fastest tenth of each."""
+    answers, plans, choices = [], [], []
+    match = planner._lookup.match
+
+    async def timed(*asked: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return await match(*asked)
+        finally:
+            answers.append(time.perf_counter() - begun)
+
+    planner._lookup.match = timed
+    for number in range(10 * ROUNDS):
+        known.ids = prompt()
+        begun = time.perf_counter()
+        plan = await planner.plan(f"r{number}", BODY, path=PATH, headers={})
+        planned = time.perf_counter()
+        _, reservation = decider.decide(plan)
+        choices.append(time.perf_counter() - planned)
+        plans.append(planned - begun - answers[-1])
+        reservation.first_byte(0.01)
+        reservation.release()
+    return [statistics.quantiles(times, n=10)[0] * 1e6 for times in (answers, plans, choices)]
+
+
+async def test_the_parts_of_a_decision_over_8_replicas(tmp_path: Path) -> None:
+    chance, names = random.Random(2), NAMES[:8]
+    table = Table(
+        "prompt tokens", "the map's answer: us", "the rest of the plan", "choice and booking", "all"
+    )
+    async with aiohttp.ClientSession() as session:
+        for count in (150, 2_000, PROMPT_TOKENS):
+            tokens = token_array(chance.choices(range(128_000), k=count))
+
+            def tail(tokens: array[int] = tokens) -> array[int]:
+                return tokens[:-20] + token_array(chance.choices(range(128_000), k=20))
+
+            writer = fill(tmp_path / str(count), tokens, 16, lambda number, _: float(number == 0), names)
+            with writer.group():
+                pass
+            made = make(writer, session, KeyCache(1_000_000), reports=True, names=names)
+            parts = await parts_us(*made, tail)
+            table.add_row(f"{count:,}", *(f"{part:.0f}" for part in parts), f"{sum(parts):.0f}")
+            writer.close()
+    Console(width=140).print(table)
