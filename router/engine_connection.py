@@ -241,8 +241,7 @@ class EngineConnection(asyncio.Protocol):
     def _end(self) -> None:
         """All of the answer is here."""
         self._stop_watching()
-        if not self._held:
-            self._settle(True)
+        self._settle(True)
 
     def _settle(self, is_over: bool) -> None:
         if self._poured is not None and not self._poured.done():

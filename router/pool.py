@@ -155,8 +155,6 @@ class PooledUpstream:
             loop=self._loop,
         )
         try:
-            # asyncio does this for sockets of its own making only; a small piece would wait for the last one.
-            dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _, connection = await self._loop.create_connection(
                 lambda: EngineConnection(self._loop, self._idle_timeout_s, self._limits),
                 sock=dialled,

@@ -184,6 +184,24 @@ async def test_an_error_answer_that_is_too_long_to_keep_is_passed_on(
     assert sum(engine.generated for engine in engines) == 1
 
 
+async def test_px09_an_error_answer_that_turns_out_to_be_too_long_is_no_answer(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=500)
+        await response.prepare(request)
+        while True:
+            await response.write(b"x" * 100_000)
+
+    failing, working = await start_engine(answer=endless), await start_engine()
+    router = await start_router(failing, working, policy="round-robin")
+    for _ in range(2):
+        assert (await router.complete([1])).status == 200
+    assert working.generated == 2
+    assert router.parts.fleet.replicas["e0"].last_error == "the body of its 500 does not end"
+    await kit.wait_until(lambda: not failing.open, "its connection is closed")
+
+
 async def test_px08_a_replica_whose_requests_fail_is_left_alone_and_taken_back(
     start_engine: Any, start_router: Any
 ) -> None:

@@ -12,8 +12,9 @@ import pytest
 from multidict import CIMultiDict
 
 from events.names import look_up
-from router.engine_connection import PIECE_BYTES
+from router.engine_connection import PIECE_BYTES, EngineConnection
 from router.errors import BrokenAnswerError, UnreachableError, UpstreamTimeoutError
+from router.head import HeadLimits
 from router.pool import PooledUpstream, origin_and_target
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -133,12 +134,30 @@ async def test_a_long_body_that_is_answered_before_all_of_it_came_costs_the_conn
         seen.append(await reader.read(1))
         await asyncio.sleep(3600)
 
-    async with serving(refuse) as (_, url):
+    async with serving(refuse) as (server, url):
         upstream = pool()
         assert await ask(upstream, url, bytes(64 * PIECE_BYTES)) == b"{}"
         assert seen
+        assert await ask(upstream, url, b"") == b"{}"
+        assert server.opened == 2
         upstream.close()
-        assert not [task for task in asyncio.all_tasks() if "_write" in repr(task) and not task.cancelling()]
+
+
+async def test_a_long_body_goes_out_as_fast_as_its_engine_takes_it() -> None:
+    total, got = 64 * PIECE_BYTES, []
+
+    async def take_late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.1)
+        got.append(await reader.readexactly(total))
+        writer.write(OK)
+
+    async with serving(take_late) as (_, url):
+        upstream = pool()
+        body = b"".join(b"%016d" % number for number in range(total // 16))
+        assert await ask(upstream, url, body) == b"{}"
+        assert got == [body]
+        upstream.close()
 
 
 async def test_names_are_asked_for_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +246,35 @@ async def test_a_body_goes_on_where_it_was_left_and_the_engine_waits_meanwhile()
                 before = written
                 await asyncio.sleep(0.01)
             # What sockets hold, and what is held here.
-            assert written - len(taker.content) < 12 * 2**20
+            assert written - len(taker.content) < total // 2
             taker._pieces *= 2
         expected = b"".join(b"%016d" % at * (PIECE_BYTES // 16) for at in range(0, total, PIECE_BYTES))
         assert taker.content == expected
         answer.close()
         upstream.close()
+
+
+async def test_nothing_is_handed_over_for_which_there_is_no_room() -> None:
+    """However many pieces come in one step of the loop, as they do over TLS."""
+    ends, other = socket.socketpair()
+    loop, taker = asyncio.get_running_loop(), Poured(1)
+    with other:
+        _, connection = await loop.create_connection(
+            lambda: EngineConnection(loop, 5.0, HeadLimits(65536, 256)), sock=ends
+        )
+        asked = asyncio.create_task(connection.ask(b"", b"", bodiless=False, closes=False))
+        await asyncio.sleep(0)
+        connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n")
+        await asked
+        poured = asyncio.create_task(connection.pour(taker))
+        await asyncio.sleep(0)
+        for piece in (b"a", b"b", b"c"):
+            connection.data_received(piece)
+        assert not await poured
+        assert taker.taken == [b"a"]
+        assert await connection.pour(taker)
+        assert taker.taken == [b"a", b"bc"]
+        connection.close()
 
 
 async def test_a_body_that_nobody_takes_yet_is_there_later() -> None:

@@ -195,11 +195,13 @@ async def test_px10_trailers_of_an_answer_pass_but_for_those_that_would_change_i
 
 async def test_px10_an_engine_is_told_who_takes_trailers(start_engine: Any, start_router: Any) -> None:
     engine = await start_engine()
-    router = await start_router(engine)
-    for te, told in ((b"gzip, Trailers", "trailers"), (b"gzip", None)):
-        await exchange(router, HEAD + b"Connection: TE\r\nTE: %b\r\nContent-Length: 2\r\n\r\n{}" % te)
-        assert engine.requests[-1].headers.get("TE") == told
-        assert (told is None) or "TE" in engine.requests[-1].headers["Connection"]
+    for keepalive_s in (4.0, 0.0):
+        router = await start_router(engine, upstream_keepalive_s=keepalive_s)
+        for te, told in ((b"gzip, Trailers", "trailers"), (b"gzip", None)):
+            await exchange(router, HEAD + b"Connection: TE\r\nTE: %b\r\nContent-Length: 2\r\n\r\n{}" % te)
+            got = engine.requests[-1].headers
+            assert got.get("TE") == told
+            assert ("TE" in got.get("Connection", "")) == (told is not None)
 
 
 async def test_px07_a_client_of_http_1_0_is_told_of_an_answer_that_broke_off(start_router: Any) -> None:
