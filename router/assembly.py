@@ -27,6 +27,7 @@ from router.errors import SettingsError
 from router.feedback import Feedback
 from router.fleet import Fleet
 from router.header_bytes import pass_header_bytes
+from router.hints import Hints
 from router.indexer_link import IndexerLink, check_map
 from router.load import Load
 from router.lookup import Lookup
@@ -100,7 +101,7 @@ async def router_app(
         planner = Planner(
             fleet, tokenizer, lookup, rules, metrics, router.trust, asks_usage=settings.ask_usage
         )
-        chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS)
+        chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS, hints=_hints(worker))
         _count_out(router, chooser)
         feedback = indexer.feedback(metrics, router.trust)
         feedback.start()
@@ -170,6 +171,10 @@ def _fleet(settings: RouterSettings, probes: aiohttp.ClientSession, rng: random.
 
 def _load(worker: Worker | None) -> Load:
     return Load() if worker is None else Load(shares=BoardShares(worker.loads()))
+
+
+def _hints(worker: Worker | None) -> Hints:
+    return Hints() if worker is None else worker.hints()
 
 
 def _count_out(router: RouterApp, chooser: Chooser) -> None:

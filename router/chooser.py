@@ -56,11 +56,17 @@ class Chooser:
     """Load, hints, displacement and crowding of one router. ``clock`` is in seconds."""
 
     def __init__(
-        self, load: Load, rng: RandomSource, clock: Callable[[], float], *, mark_tokens: int
+        self,
+        load: Load,
+        rng: RandomSource,
+        clock: Callable[[], float],
+        *,
+        mark_tokens: int,
+        hints: Hints | None = None,
     ) -> None:
         self.load = load
         load.told = self._note_report
-        self.hints = Hints()
+        self.hints = Hints() if hints is None else hints
         self.displacement = Displacement(mark_tokens)
         self.crowding = Crowding()
         self._rng = rng

@@ -9,6 +9,7 @@ import heapq
 import itertools
 from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
 
 from router.replicas import StreamId
 
@@ -19,9 +20,14 @@ MOST_MARKS = 200_000
 """Marks kept over all streams; beyond that, the hints that would expire first go."""
 
 
-class Hint:
-    """That a stream computes a prompt now. ``drop`` takes it back; dropping again has no effect."""
+class Hint(Protocol):
+    """That a stream computes a prompt now."""
 
+    def drop(self) -> None:
+        """The prompt will not be computed after all. Dropping again has no effect."""
+
+
+class _Own:
     __slots__ = ("_hints", "_number")
 
     def __init__(self, hints: Hints, number: int) -> None:
@@ -29,14 +35,14 @@ class Hint:
         self._number = number
 
     def drop(self) -> None:
-        """The prompt will not be computed after all."""
         self._hints._drop(self._number)
 
 
 class Hints:
     """Marks of prompts on their way, by stream. Times are seconds of the caller's clock.
 
-    Marks are digests of ever longer beginnings of a prompt, so a mark names all that is before it.
+    Marks are digests of ever longer beginnings of a prompt, so a mark names all that is before it, and who
+    has it has them all. Where digests collide hints are lost, and no more.
     """
 
     def __init__(self) -> None:
@@ -61,7 +67,7 @@ class Hints:
             before: Mapping[StreamId, int] = {}
             after = before
             for mark in marks[:known]:
-                holders = self._holders[mark]
+                holders = self._holders.get(mark, {})
                 if holders is not before:
                     before, after = holders, {**holders, stream: holders.get(stream, 0) + 1}
                 self._holders[mark] = after
@@ -70,7 +76,7 @@ class Hints:
             heapq.heappush(self._expiries, (now + min(LONGEST_S, predicted_s + LINGER_S), number))
         while self._marks > MOST_MARKS and self._expiries:
             self._drop(heapq.heappop(self._expiries)[1])
-        return Hint(self, number)
+        return _Own(self, number)
 
     def soon(self, marks: Sequence[Hashable], now: float) -> dict[StreamId, int]:
         """How many leading marks each stream will have soon; streams with none are left out."""
@@ -79,7 +85,7 @@ class Hints:
             return {}
         holders, found = self._holders[marks[0]], dict[StreamId, int]()
         for number in range(self._known(marks), 0, -1):
-            for stream in self._holders[marks[number - 1]]:
+            for stream in self._holders.get(marks[number - 1], ()):
                 found.setdefault(stream, number)
             if len(found) == len(holders):
                 break
@@ -108,14 +114,14 @@ class Hints:
         before: Mapping[StreamId, int] = {}
         left: dict[StreamId, int] = {}
         for place, mark in enumerate(marks):
-            holders = self._holders[mark]
+            holders = self._holders.get(mark, {})
             if holders is not before:
-                before, left = holders, {**holders, stream: holders[stream] - 1}
-                if not left[stream]:
+                before, left = holders, {**holders, stream: holders.get(stream, 0) - 1}
+                if left[stream] <= 0:
                     del left[stream]
             if not left:
                 # Nobody has what comes behind it either.
                 for last in marks[place:]:
-                    del self._holders[last]
+                    self._holders.pop(last, None)
                 return
             self._holders[mark] = left

@@ -21,6 +21,7 @@ from events.address import host_and_port
 from router import doors, shares
 from router.board import Row, Table
 from router.errors import ListenError
+from router.hint_board import HintBoard, SharedHints
 from router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
@@ -34,16 +35,17 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 class Board:
     """What ``workers`` processes share: their loads by stream, what API keys have used, of ``keys`` and of
-    some more that may come later, and the ports of their pages.
+    some more that may come later, the ports of their pages, and what they have just sent where.
     """
 
     def __init__(self, workers: int, keys: int) -> None:
         self.loads = Table(workers, shares.MOST_STREAMS, shares.SHAPE)
         self.keys = Table(workers, keys + MORE_KEYS, doors.SHAPE)
         self.pages = Table(workers, 1, "qq")
+        self.hints = HintBoard(workers)
 
     def clear(self, worker: int) -> None:
-        """A worker is no more: nothing of it counts any longer."""
+        """A worker is no more: nothing of it counts any longer. Its hints go by themselves, in seconds."""
         for table in (self.loads, self.keys, self.pages):
             table.clear(worker)
 
@@ -73,6 +75,10 @@ class Worker:
     def loads(self) -> Row:
         """Its row of the board."""
         return self._board.loads.row(self.number)
+
+    def hints(self) -> SharedHints:
+        """Its hints, with those of the others."""
+        return SharedHints(self._board.hints, self.number)
 
     def keys(self) -> Row:
         """Its row of what API keys have used."""

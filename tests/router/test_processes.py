@@ -156,6 +156,38 @@ async def test_rq06_a_burst_over_four_workers_spreads_and_keeps_limits_as_over_o
             assert statuses == [200] * 40
 
 
+async def test_ix12_a_burst_with_one_cold_prefix_lands_on_few_replicas_whichever_worker_it_comes_to(
+    start_engine: Any, kit: Any
+) -> None:
+    gate = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await gate.wait()
+        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"])
+
+    engines = [await start_engine(answer=answer) for _ in range(8)]
+    replicas = [part for n, engine in enumerate(engines) for part in ("--replica", f"e{n}={engine.url}")]
+    limits = ("--poll-interval-s", "0", "--slow-start-s", "0")
+    async with routers("--listen", "127.0.0.1:0", "--workers", "4", *limits, *replicas) as process:
+        await kit.wait_until(lambda: len(process.urls("listening on")) == 4, "all listen")
+        url = process.urls("listening on")[0]
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
+            posts = []
+            for number in range(20):
+                body = {"model": "m", "prompt": [7] * 8192 + [number] * 50, "stream": True}
+                posts.append(asyncio.create_task(client.post(f"{url}/v1/completions", json=body)))
+                # Decisions of the same instant cannot see each other.
+                await kit.wait_until(
+                    lambda sent=number: sum(engine.open for engine in engines) > sent, "it was sent"
+                )
+            taken = [engine.open for engine in engines]
+            gate.set()
+            for response in await asyncio.gather(*posts):
+                assert response.status == 200
+                response.close()
+    assert sum(count > 0 for count in taken) <= 2, taken
+
+
 async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -> None:
     engine = await start_engine()
     rule = '{"name": "all", "policy": "least-loaded"}'
