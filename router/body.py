@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from router.errors import RefusedError
+from router.headers import TRANSFER_ENCODING, UPGRADE
 
 
 class BodyPace(msgspec.Struct, frozen=True):
@@ -29,12 +30,13 @@ def check_framing(request: web.Request) -> None:
     """Raises RefusedError for a body in a transfer coding that we would have to undo, for WebSocket (501),
     and for versions that are none of HTTP/1 (505).
     """
-    coding = request.headers.get("Transfer-Encoding")
+    coding = request.headers.get(TRANSFER_ENCODING)
     if coding is not None and coding.strip().lower() != "chunked":
         raise RefusedError(
             501, "Not Implemented", "Only the transfer coding chunked is understood", reason="transfer coding"
         )
-    if any(each.strip().lower() == "websocket" for each in request.headers.get("Upgrade", "").split(",")):
+    offered = request.headers.get(UPGRADE)
+    if offered is not None and any(each.strip().lower() == "websocket" for each in offered.split(",")):
         # Other upgrades (h2c) are offers, which may be ignored (RFC 9110, section 7.8).
         raise RefusedError(501, "Not Implemented", "WebSocket is not relayed", reason="upgrade")
     if request.version not in (HttpVersion10, HttpVersion11):

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import msgspec
 from aiohttp import web
@@ -162,9 +162,10 @@ class Doors:
     def guarded(self, handler: Handler) -> Handler:
         """The handler behind the doors, which are open where there are no keys."""
 
-        async def handle(request: web.Request) -> web.StreamResponse:
-            if not self._allowances:
-                return await handler(request)
+        def handle(request: web.Request) -> Awaitable[web.StreamResponse]:
+            return behind(request) if self._allowances else handler(request)
+
+        async def behind(request: web.Request) -> web.StreamResponse:
             name = ""
             try:
                 allowance = self.allowance(request.headers)

@@ -24,6 +24,7 @@ HOP_BY_HOP = frozenset(
 # Names as istr: multidict has to fold their case once only.
 REQUEST_ID: str = istr("X-Request-Id")
 RANK: str = istr("X-data-parallel-rank")
+EXPECT, TRANSFER_ENCODING, UPGRADE = map(istr, ("Expect", "Transfer-Encoding", "Upgrade"))
 _CONNECTION, _AUTHORIZATION = istr("Connection"), istr("Authorization")
 _FORWARDED, _TE, _VIA = istr("Forwarded"), istr("TE"), istr("Via")
 _FORWARDED_FOR, _FORWARDED_HOST, _FORWARDED_PROTO = map(

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import HttpVersion11, web
 
+from router.headers import EXPECT
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 READING = ("GET", "HEAD")
 
@@ -35,14 +37,12 @@ class Pages:
         self._pages = {path: wrapped(handler) for path, handler in self._pages.items()}
         self._below = [(prefix, wrapped(handler)) for prefix, handler in self._below]
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    def answer(self, request: web.Request) -> Awaitable[web.StreamResponse]:
         """The answer to any request. Raises web.HTTPNotFound, web.HTTPMethodNotAllowed for what nobody
-        serves, web.HTTPExpectationFailed for what nobody can meet.
+        serves, and where it is awaited web.HTTPExpectationFailed for what nobody can meet.
         """
         handler = self._handler(request.rel_url.path_safe, request.method)
-        if "Expect" in request.headers:
-            await _await_body(request)
-        return await handler(request)
+        return _expected(handler, request) if EXPECT in request.headers else handler(request)
 
     def _handler(self, path: str, method: str) -> Handler:
         page = self._pages.get(path)
@@ -56,13 +56,14 @@ class Pages:
         raise web.HTTPMethodNotAllowed(method, READING)
 
 
-async def _await_body(request: web.Request) -> None:
+async def _expected(handler: Handler, request: web.Request) -> web.StreamResponse:
     """Asks for the body of a request that waits for it, unless it is too large anyway (RFC 9110, section
     10.1.1).
     """
-    if request.headers["Expect"].lower() != "100-continue":
+    if request.headers[EXPECT].lower() != "100-continue":
         raise web.HTTPExpectationFailed
     if request.version == HttpVersion11 and (request.content_length or 0) <= request.client_max_size:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         # What was written is no part of the answer.
         request.writer.output_size = 0
+    return await handler(request)
