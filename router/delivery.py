@@ -7,11 +7,13 @@ import socket
 import struct
 from collections.abc import Mapping
 
-from aiohttp import http_writer, web
+from aiohttp import HttpVersion11, http_writer, web
+from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
-from router.headers import to_client
+from router.framing import BODILESS_STATUSES
+from router.headers import CONNECTION, CONTENT_LENGTH, DATE, TRAILER, TRANSFER_ENCODING, to_client
 from router.upstream import UpstreamAnswer
 
 _AT_ONCE = struct.pack("ii", 1, 0)
@@ -29,19 +31,51 @@ class Delivery(web.StreamResponse):
     ) -> None:
         headers = to_client(answer.headers, ours)
         if not keeps_length:
-            headers.popall("Content-Length", None)
-        if "Trailer" in answer.headers and "Content-Length" not in headers:
-            headers["Trailer"] = ", ".join(answer.headers.getall("Trailer"))
-        super().__init__(status=answer.status, headers=headers)
-        self._is_typed = "Content-Type" in answer.headers
-        # aiohttp's own switch, off in its web.Response: else each head would be a write of its own.
-        self._send_headers_immediately = at_once
+            headers.popall(CONTENT_LENGTH, None)
+        if TRAILER in answer.headers and CONTENT_LENGTH not in headers:
+            headers[TRAILER] = ", ".join(answer.headers.getall(TRAILER))
+        # What no status line can carry is replaced by the usual words.
+        reason = answer.reason if answer.reason.isprintable() else None
+        super().__init__(status=answer.status, reason=reason, headers=headers)
+        self._at_once = at_once
 
-    async def _prepare_headers(self) -> None:
-        await super()._prepare_headers()
-        if not self._is_typed:
-            # aiohttp gives a type to an answer that came without one.
-            self._headers.popall("Content-Type", None)
+    async def prepare(self, request: web.BaseRequest) -> StreamWriter:
+        """Makes the head. In one step, where aiohttp takes eight, and it gives no type to an answer that came
+        without one.
+        """
+        writer = request.writer
+        assert isinstance(writer, StreamWriter)
+        if self._payload_writer is not None:
+            return writer
+        self._payload_writer = writer
+        self._keep_alive = self._frame(request, writer)
+        headers, version = self._headers, request.version
+        headers.setdefault(DATE, rfc822_formatted_time())
+        if self._keep_alive and version < HttpVersion11:
+            headers[CONNECTION] = "keep-alive"
+        elif not self._keep_alive and version >= HttpVersion11:
+            headers[CONNECTION] = "close"
+        line = f"HTTP/{version.major}.{version.minor} {self._status} {self._reason}"
+        writer._headers_buf = http_writer._serialize_headers(line, headers)
+        if self._at_once:
+            writer.send_headers()
+        return writer
+
+    def _frame(self, request: web.BaseRequest, writer: StreamWriter) -> bool:
+        """Says how the body ends (RFC 9112, section 6.3), and returns whether the connection outlives it."""
+        headers = self._headers
+        if self._status in BODILESS_STATUSES:
+            headers.popall(CONTENT_LENGTH, None)
+        elif request.method == "HEAD":
+            pass
+        elif (length := headers.get(CONTENT_LENGTH)) is not None:
+            writer.length = int(length)
+        elif request.version >= HttpVersion11:
+            writer.enable_chunking()
+            headers[TRANSFER_ENCODING] = "chunked"
+        else:
+            return False
+        return request.keep_alive
 
     def send(self, piece: bytes) -> bool:
         """Writes what is not empty; returns whether the client takes more. Raises ConnectionError."""
@@ -70,7 +104,8 @@ class Delivery(web.StreamResponse):
             writer._eof = True
         writer.set_eof()
         await self.room(idle_s)
-        await self.write_eof()
+        # All that is left of aiohttp's own end.
+        self._eof_sent = True
 
     def cut(self) -> None:
         """Ends the connection in the middle of the answer. Where its end is that of the body too, that has to

@@ -24,9 +24,10 @@ HOP_BY_HOP = frozenset(
 # Names as istr: multidict has to fold their case once only.
 REQUEST_ID: str = istr("X-Request-Id")
 RANK: str = istr("X-data-parallel-rank")
-EXPECT, TRANSFER_ENCODING, UPGRADE = map(istr, ("Expect", "Transfer-Encoding", "Upgrade"))
-_CONNECTION, _AUTHORIZATION = istr("Connection"), istr("Authorization")
-_FORWARDED, _TE, _VIA = istr("Forwarded"), istr("TE"), istr("Via")
+CONNECTION, CONTENT_LENGTH, DATE = map(istr, ("Connection", "Content-Length", "Date"))
+EXPECT, TE, TRAILER = map(istr, ("Expect", "TE", "Trailer"))
+TRANSFER_ENCODING, UPGRADE = map(istr, ("Transfer-Encoding", "Upgrade"))
+_AUTHORIZATION, _FORWARDED, _VIA = map(istr, ("Authorization", "Forwarded", "Via"))
 _FORWARDED_FOR, _FORWARDED_HOST, _FORWARDED_PROTO = map(
     istr, ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto")
 )
@@ -64,7 +65,7 @@ def shown(text: str) -> str:
 def _without(headers: CIMultiDictProxy[str], left_out: Iterable[str]) -> CIMultiDict[str]:
     """The headers but for ``left_out``, and for those that ``Connection`` names."""
     passed = headers.copy()
-    for value in headers.getall(_CONNECTION, ()):
+    for value in headers.getall(CONNECTION, ()):
         for name in value.split(","):
             passed.popall(name.strip(), None)
     for name in left_out:
@@ -89,8 +90,8 @@ def to_replica(
     proxies before us said. Of a repeated Authorization the first counts; other repeats are kept.
     """
     passed = _without(headers, _NOT_TO_REPLICA)
-    if _TE in headers and _takes_trailers(headers):
-        passed[_TE], passed[_CONNECTION] = "trailers", "TE"
+    if TE in headers and _takes_trailers(headers):
+        passed[TE], passed[CONNECTION] = "trailers", "TE"
     if len(keys := passed.getall(_AUTHORIZATION, [])) > 1:
         passed[_AUTHORIZATION] = keys[0]
     passed[REQUEST_ID] = request_id
@@ -134,6 +135,8 @@ def to_client(headers: CIMultiDictProxy[str], ours: Mapping[str, str]) -> CIMult
 
 def trailers_to_client(trailers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """The fields behind an answer that a client may get there."""
+    if not trailers:
+        return CIMultiDict()
     items = [(name.lower(), name, value) for name, value in trailers.items()]
     return CIMultiDict(
         (name, value)

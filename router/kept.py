@@ -16,7 +16,7 @@ class KeptAnswer:
     """An answer that was read to its end: an ``UpstreamAnswer`` that needs no connection."""
 
     def __init__(self, answer: UpstreamAnswer, body: bytes) -> None:
-        self.status = answer.status
+        self.status, self.reason = answer.status, answer.reason
         self.headers = answer.headers
         self.trailers = answer.trailers
         self._body = body

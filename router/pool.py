@@ -21,6 +21,7 @@ from events.names import look_up
 from router.engine_connection import EngineConnection
 from router.errors import ConnectTimeoutError, UnreachableError
 from router.head import HeadLimits
+from router.headers import CONNECTION, CONTENT_LENGTH, TE
 from router.upstream import DNS_TTL_S, NO_TRAILERS, Taker, UpstreamAnswer, told
 
 NEXT_ADDRESS_AFTER_S = 0.25
@@ -29,12 +30,12 @@ BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a replica is. ``authority`` is what it is called in the Host header."""
+    """Where a replica is. ``host_line`` is what it is called in the Host header, between two line ends."""
 
     host: str
     port: int
     is_tls: bool
-    authority: str
+    host_line: bytes
 
 
 @lru_cache(1024)
@@ -42,7 +43,8 @@ def _origin(text: str) -> Origin:
     url = URL(text, encoded=True)
     assert url.raw_host is not None
     assert url.port is not None
-    return Origin(url.raw_host, url.port, url.scheme == "https", url.host_port_subcomponent or "")
+    host_line = f"\r\nHost: {url.host_port_subcomponent}\r\n".encode()
+    return Origin(url.raw_host, url.port, url.scheme == "https", host_line)
 
 
 def origin_and_target(url: str) -> tuple[Origin, str]:
@@ -175,6 +177,7 @@ class _PooledAnswer:
         self._origin = origin
         self._connection: EngineConnection | None = connection
         self.status: int = message.code
+        self.reason: str = message.reason
         self.headers: CIMultiDictProxy[str] = message.headers
         self.trailers = NO_TRAILERS
 
@@ -201,14 +204,13 @@ def _length(method: str, body: bytes) -> int | None:
 
 def _head(line: str, origin: Origin, headers: CIMultiDict[str], length: int | None, *, closes: bool) -> bytes:
     """Raises ValueError for headers with control characters."""
-    sent = CIMultiDict({"Host": origin.authority})
-    sent.extend(headers)
     if length is not None:
-        sent["Content-Length"] = str(length)
+        headers[CONTENT_LENGTH] = str(length)
     if closes:
-        sent["Connection"] = "close, TE" if "TE" in sent else "close"
-    head: bytes = http_writer._serialize_headers(line, sent)
-    return head
+        headers[CONNECTION] = "close, TE" if TE in headers else "close"
+    head: bytes = http_writer._serialize_headers(line, headers)
+    # The first header (RFC 9110, section 7.2), without another copy of them all.
+    return head.replace(b"\r\n", origin.host_line, 1)
 
 
 class _Names:

@@ -315,8 +315,7 @@ class Route:
         if exchange.plan.body_with_usage is not None and "Accept-Encoding" in headers:
             # The usage chunk that the client did not ask for is found in plain text only.
             headers["Accept-Encoding"] = "identity"
-        # Of a target in absolute form, as clients send it to proxies, the host is us.
-        url = replica.url + request.rel_url.raw_path_qs
+        url = replica.url + _target(request)
         try:
             answer = await self._upstream.send(request.method, url, headers, sent, fresh=journey.stale)
             if answer.status == SWITCHING_PROTOCOLS:
@@ -385,6 +384,13 @@ def _ours(exchange: Exchange) -> dict[str, str]:
     said = exchange.decision.headers()
     said[REQUEST_ID] = exchange.decision.request_id
     return said
+
+
+def _target(request: web.Request) -> str:
+    """What is asked for, as it was asked for."""
+    given = request.raw_path
+    # Of a target in absolute form, as clients send it to proxies, the host is us. A fragment is the client's.
+    return given if given.startswith("/") and "#" not in given else request.rel_url.raw_path_qs
 
 
 def _nothing() -> None:

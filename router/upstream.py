@@ -34,9 +34,12 @@ Taker = Callable[[bytes], bool]
 
 
 class UpstreamAnswer(Protocol):
-    """An answer whose head is known. ``trailers`` are there when the body is, where the client tells them."""
+    """An answer whose head is known. ``reason`` is what its status line says, if anything; ``trailers`` are
+    there when the body is, where the client tells them.
+    """
 
     status: int
+    reason: str
     headers: CIMultiDictProxy[str]
     trailers: CIMultiDictProxy[str]
 
@@ -59,7 +62,8 @@ class Upstream(Protocol):
     async def send(
         self, method: str, url: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
     ) -> UpstreamAnswer:
-        """The answer's head. ``fresh``: over a new connection, none that was kept alive.
+        """The answer's head. ``headers`` may be added to. ``fresh``: over a new connection, none that was
+        kept alive.
 
         Raises UnreachableError, ConnectTimeoutError, DisconnectedError, UpstreamTimeoutError, UpstreamError.
         """
@@ -151,6 +155,7 @@ class _AiohttpAnswer:
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
         self._answer = answer
         self.status = answer.status
+        self.reason = answer.reason or ""
         self.headers = answer.headers
 
     async def pour(self, taker: Taker) -> bool:

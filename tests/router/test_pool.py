@@ -85,7 +85,7 @@ async def ask(upstream: PooledUpstream, url: str, body: bytes = b"{}", **more: A
 )
 def test_an_url_is_an_origin_and_a_target_that_stays_as_it_is(url: str, authority: str, target: str) -> None:
     origin, found = origin_and_target(url)
-    assert (origin.authority, found) == (authority, target)
+    assert (origin.host_line.decode(), found) == (f"\r\nHost: {authority}\r\n", target)
 
 
 async def test_requests_after_one_another_share_a_connection_and_a_fresh_one_does_not() -> None:

@@ -353,6 +353,33 @@ async def test_an_answer_without_a_body_keeps_its_status_and_headers(
     assert all(f"{name}: {value}".lower().encode() in got.content.lower() for name, value in headers.items())
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"200 Fine by me", b"200 Fine by me"),
+        (b"429 Zu viel, sch\xc3\xb6n", b"429 Zu viel, sch\xc3\xb6n"),
+        (b"200 ", b"200 "),
+        (b"429 a\x07b", b"429 Too Many Requests"),
+    ],
+)
+async def test_px06_the_words_of_a_status_arrive_as_the_engine_said_them(
+    start_router: Any, said: bytes, told: bytes
+) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while b"POST" not in (head := await reader.readuntil(b"\r\n\r\n")):
+            models = b'{"data":[{"id":"m"}]}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models))
+        await reader.readexactly(int(re.findall(rb"Content-Length: (\d+)", head)[0]))
+        writer.write(b"HTTP/1.1 " + said + b"\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        got = await exchange(router, HEAD + b"Content-Length: 2\r\n\r\n{}")
+    assert got.content.partition(b"\r\n")[0] == b"HTTP/1.1 " + told
+
+
 async def test_a_redirect_is_the_clients_to_follow(start_engine: Any, start_router: Any) -> None:
     """Only configured replicas are ever dialled."""
     elsewhere = await start_engine()

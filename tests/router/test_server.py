@@ -98,6 +98,16 @@ async def test_an_expectation_that_nobody_can_meet_is_told_in_openais_shape(
     assert headers["x-warmroute-reason"] == "expectation failed"
 
 
+@pytest.mark.parametrize("target", [b"/v1/x?", b"/v1//x/../y?a=b?c", b"/v1/%7euser;a=1?&&"])
+async def test_px16_a_target_arrives_as_it_was_asked_for(
+    start_engine: Any, start_router: Any, target: bytes
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    status, _, _ = await answer_to(router, post(line=b"POST %s HTTP/1.1" % target))
+    assert (status, engine.requests[-1].raw_path) == (200, target.decode())
+
+
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/responses/a%2Fb?x=%20&y"])
 async def test_a_target_in_absolute_form_is_served_like_its_path(
     start_engine: Any, start_router: Any, path: bytes
