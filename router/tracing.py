@@ -1,35 +1,26 @@
-"""OpenTelemetry spans of requests and decisions, exported over OTLP/HTTP when the environment names a
-collector.
+"""OpenTelemetry spans of requests and decisions, where the environment names a collector for them.
 
 Attributes hold names, counts and reasons: never a prompt, tokens, a salt or a key.
 """
 
 from __future__ import annotations
 
-import logging
+import importlib
 import os
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from multidict import CIMultiDict, MultiMapping
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.propagators.textmap import Getter
-from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from events.logs import OncePerInterval
 from router.decision import Decision
 from router.headers import shown
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-SHUTDOWN_LIMIT_S = 2.0
-EXPORT_TIMEOUT_S = 5
-_NOISY = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
 
 _NO_SPAN: AbstractContextManager[Span] = nullcontext(INVALID_SPAN)
 
@@ -81,28 +72,12 @@ class Tracing:
 
 
 def start_tracing(environment: Mapping[str, str] = os.environ) -> Tracing:
-    """Tracing as the environment asks for it. The exporter reads the other OTEL_* variables itself."""
+    """Tracing as the environment asks for it."""
     if not any(environment.get(name) for name in ENDPOINT_VARIABLES):
         return Tracing()
-    for name in _NOISY:
-        logging.getLogger(name).addFilter(OncePerInterval())
-    resource = Resource.create(
-        {
-            SERVICE_NAME: environment.get("OTEL_SERVICE_NAME", "warmroute-router"),
-            SERVICE_INSTANCE_ID: f"{os.uname().nodename}-{os.getpid()}",
-        }
-    )
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=EXPORT_TIMEOUT_S)))
-    return Tracing(provider.get_tracer("warmroute.router"), lambda: _shut_down(provider))
-
-
-def _shut_down(provider: TracerProvider) -> None:
-    # The processor waits up to 30 s for a collector that does not answer; a daemon thread need not be waited
-    # for.
-    thread = threading.Thread(target=provider.shutdown, name="trace-shutdown", daemon=True)
-    thread.start()
-    thread.join(SHUTDOWN_LIMIT_S)
+    # Not above: with its exporter it takes memory that a router without a collector has no use for.
+    export: Any = importlib.import_module("router.trace_export")
+    return Tracing(*export.exporting(environment))
 
 
 def describe_decision(span: Span, decision: Decision) -> None:
