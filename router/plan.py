@@ -29,7 +29,7 @@ from router.prompt import RequestBody, UnreadableBodyError, priority_of, read_bo
 from router.replicas import Replica, StreamId
 from router.rules import Picked, Rules
 from router.serving import Serving
-from router.tokens import Tokenizer, Tokens, tokens_in_request
+from router.tokens import Tokenizer, Tokens, is_plain_chat, tokens_in_request
 from router.trust import Trust
 from router.usage import asking_for_usage
 
@@ -187,6 +187,8 @@ class Planner:
         serving = self._fleet.serving(parsed.model)
         if unread or not serving.replicas:
             return plan
+        if policy.key is None and not self._wants_tokens(policy) and is_plain_chat(parsed):
+            return plan
         tokens = await self._tokens(policy, parsed, serving.replicas)
         matches = await self._matches(policy, parsed, tokens, serving)
         key, no_key = None, None
@@ -242,8 +244,12 @@ class Planner:
             priority=priority_of(headers, parsed.priority),
         )
 
+    def _wants_tokens(self, policy: Policy) -> bool:
+        """Whether an engine or a local tokenizer is asked for those that a request does not hold itself."""
+        return policy.uses_tokens or (self._lookup is not None and policy.observes)
+
     async def _tokens(self, policy: Policy, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
-        if not policy.uses_tokens and (self._lookup is None or not policy.observes):
+        if not self._wants_tokens(policy):
             found = tokens_in_request(body) or Tokens(None)
             return msgspec.structs.replace(found, why_not=None)
         begun = self._clock()

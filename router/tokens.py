@@ -106,6 +106,14 @@ def tokens_in_request(body: RequestBody) -> Tokens | None:
     return _ids_in_prompt(body.prompt)
 
 
+def is_plain_chat(body: RequestBody) -> bool:
+    """Whether it is a chat that holds nothing but texts, as can be seen without reading it: content that is
+    parts would be a list in the list of messages. A bracket in a text hides that.
+    """
+    messages = bytes(body.messages)
+    return messages.startswith(b"[") and messages.find(b"[", 1) < 0
+
+
 def _check_messages(body: RequestBody) -> Tokens | None:
     try:
         texts, media = _contents(body.said)

@@ -14,7 +14,14 @@ from router import fallback
 from router.prompt import read_body
 from router.replicas import Replica, parse_replica
 from router.token_cache import TokenCache
-from router.tokens import MISSING_FOR_S, SLOW_FOR_S, Tokenizer, tokenize_request, tokens_in_request
+from router.tokens import (
+    MISSING_FOR_S,
+    SLOW_FOR_S,
+    Tokenizer,
+    is_plain_chat,
+    tokenize_request,
+    tokens_in_request,
+)
 
 
 class Clock:
@@ -271,3 +278,22 @@ def test_ix09_reasoning_content_is_asked_about_as_chat_takes_it() -> None:
         {"role": "assistant", "content": "x", "reasoning": "new"},
         {"role": "user", "content": 'about "reasoning_content"'},
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "plain"),
+    [
+        ({"messages": [{"role": "user", "content": "hello"}]}, True),
+        ({"messages": []}, True),
+        ({"messages": [{"role": "user", "content": "a list: []"}]}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]}, False),
+        ({"messages": [[]]}, False),
+        ({"messages": None}, False),
+        ({"prompt": "hello"}, False),
+    ],
+)
+def test_ev28_a_chat_without_a_list_inside_holds_texts_alone(fields: dict[str, Any], plain: bool) -> None:
+    body = read_body(json.dumps(fields).encode())
+    assert is_plain_chat(body) is plain
+    if plain:
+        assert tokens_in_request(body) is None
