@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import islice
 
 Lookup = Callable[[bytes], int]
 
@@ -84,10 +85,10 @@ def _locate(
 
 def _walk(lookup: Lookup, keys: Sequence[bytes], held: int, matched: dict[int, int]) -> None:
     """Looks at every block behind the first; notes where each slot of ``held`` ends."""
-    for number in range(1, len(keys)):
+    for number, key in enumerate(islice(keys, 1, None), 1):
         if not held:
             return
-        lost = held & ~lookup(keys[number])
+        lost = held & ~lookup(key)
         for slot in _slots(lost):
             matched[slot] = number
         held &= ~lost

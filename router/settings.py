@@ -296,7 +296,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=0, description="Prompts kept tokenised, in tokens (4 bytes each).")
     ] = 4_000_000
     key_cache_blocks: Annotated[
-        int, Meta(ge=0, description="Block keys of prompts kept, in blocks (50 bytes each).")
+        int, Meta(ge=0, description="Block keys of prompts kept, in blocks (8 bytes each).")
     ] = 500_000
     health_interval_s: Annotated[
         float, Meta(gt=0, description="Between two health checks of a replica, seconds.")

@@ -30,7 +30,14 @@ def asked(
 
 
 def keys_of(cache: KeyCache, tokens: array[int], **what: Any) -> list[bytes]:
-    return cache.of(tokens, what.get("lora_name"), what.get("cache_salt"))(*asked(tokens, **what))
+    keys = cache.of(tokens, what.get("lora_name"), what.get("cache_salt"))(*asked(tokens, **what))
+    made = list(keys)
+    assert [keys[number] for number in range(-len(made), len(made))] == made * 2
+    assert (len(keys), keys[2:5], keys[:-1]) == (len(made), made[2:5], made[:-1])
+    for beyond in (len(made), -len(made) - 1):
+        with pytest.raises(IndexError):
+            keys[beyond]
+    return made
 
 
 def known(cache: KeyCache, tokens: array[int], lora_name: str | None = None, salt: str | None = None) -> int:
