@@ -353,11 +353,13 @@ class EngineAndStream(RuleBasedStateMachine):
             self.connect()
         self.send(self.append(PLAIN), "sent")
         self.asked = 0
+        self.settle_once()
         until = self.now + PATIENCE_S
         while self.now < until:
-            self.settle_once()
             self.now += 1.0
-            self.perform(self.tick())
+            if self.stream.is_due(self.now):  # else a tick is nothing, as :meth:`tick` sees to
+                self.perform(self.tick())
+                self.settle_once()
         self.send(self.append(PLAIN), "sent")
         self.settle_once()
         assert self.stream.state in SETTLED, (self.stream.state, self.stream.reason)
@@ -407,7 +409,7 @@ class EngineWithoutReplayThatSaysWhenItStarted(EngineThatSaysWhenItStarted):
 
 
 _EFFORT = settings(
-    max_examples=250,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -490,7 +492,7 @@ class Life:
     ],
 )
 def test_random_lives_of_an_engine_never_break_a_promise(machine: type[EngineAndStream]) -> None:
-    for seed in range(2_000):
+    for seed in range(3_000):
         life = Life(machine(), seed)
         try:
             life.begin()

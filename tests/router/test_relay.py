@@ -889,7 +889,7 @@ async def test_rq11_no_ending_leaves_anything_booked(start_engine: Any, start_ro
     router = await start_router(*engines)
 
     async def one(index: int) -> None:
-        limit = 0.05 if index % 2 else 0.5
+        limit = 0.05 if index % 2 else 0.2
         try:
             async with asyncio.timeout(limit):
                 await router.complete(f"prompt {index}", stream=True)

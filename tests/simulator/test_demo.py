@@ -13,8 +13,9 @@ SMALL = Shape(systems=2, system_tokens=400, conversations=6, turns=2, new_tokens
 
 
 async def test_the_demo_ends_with_one_line_of_json_and_cache_aware_computes_least(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("simulator.demo.ENGINES", 2)
     assert await demo(True, SMALL) == 0
     printed = capsys.readouterr()
     measured = json.loads(printed.out.splitlines()[-1])
