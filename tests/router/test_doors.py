@@ -21,7 +21,7 @@ from router.board import Table
 from router.credential import credential
 from router.doors import SHAPE, Allowance, KeySpec, parse_key, parse_keys
 from router.errors import RefusedError, SettingsError
-from router.settings import RouterSettings
+from router.settings import UPSTREAM_CLIENTS, RouterSettings
 from router.tls import client_context, server_context
 
 BODY = {"model": "m", "prompt": [1]}
@@ -326,6 +326,38 @@ async def test_https_in_and_out_with_certificates_of_ones_own(
             await response.read()
     stranger = await start_router(engine, wait=False, upstream_ca=at("other.pem"))
     assert (await stranger.complete([1])).status == 503
+
+
+@pytest.mark.parametrize("client", UPSTREAM_CLIENTS)
+async def test_px05_streams_over_tls_wait_for_their_clients_and_end_with_them(
+    start_engine: Any, start_router: Any, certificates: Path, kit: Any, client: str
+) -> None:
+    chunks = [b"data: %06d %b\n\n" % (number, b"x" * 100_000) for number in range(200)]
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await kit.stream(request, chunks)
+
+    ca, cert, key = (str(certificates / name) for name in ("ca.pem", "server.pem", "server.key"))
+    engine = await start_engine(tls=server_context(cert, key, None), answer=answer)
+    router = await start_router(engine, tls_cert=cert, tls_key=key, upstream_ca=ca, upstream_client=client)
+    ours = client_context(ca, None, None)
+
+    async def ask(*, reads: bool) -> bytes:
+        port = int(router.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=ours)
+        body = b'{"model":"m","prompt":[1],"stream":true}'
+        writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.2)
+        assert engine.open == 1
+        got = await asyncio.wait_for(reader.read(), 10) if reads else b""
+        writer.transport.abort()
+        return got
+
+    assert await ask(reads=True) == b"".join(chunks)
+    assert await ask(reads=False) == b""
+    await kit.wait_until(lambda: engine.cancelled == 1, "the engine is let go")
+    await kit.wait_until(router.idle, "nothing is in flight")
 
 
 async def test_op02_certificates_are_read_again_when_they_change_and_bad_ones_change_nothing(
