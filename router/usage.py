@@ -56,7 +56,9 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 class UnaskedUsage:
-    """Takes the usage chunk (``choices: []``) out of a stream's bytes; all others stay as they are.
+    """Takes the usage chunk (``choices: []``) out of a stream's bytes; all others stay as they are. It stays
+    too where the chunks before it have usage: nobody asked for that, so the engine gives it to all
+    (``--enable-force-include-usage``).
 
     Only whole events pass, but for long ones. The one that finishes a choice waits for the next: with usage,
     vLLM (0.32: ``chat_completion/serving.py``, ``completion/serving.py``) writes its ``system_fingerprint``
@@ -67,6 +69,7 @@ class UnaskedUsage:
         self._held = b""
         self._finish = b""
         self._in_long = False
+        self._for_all = False
 
     def feed(self, chunk: bytes) -> bytes:
         """What the client gets now."""
@@ -98,8 +101,10 @@ class UnaskedUsage:
     def _event(self, event: bytes) -> bytes:
         finish, self._finish = self._finish, b""
         if b'"usage"' in event:
-            chunk = _usage_chunk(event)
-            if chunk is not None:
+            chunk = _with_usage(event)
+            if chunk is not None and chunk.choices:
+                self._for_all = True
+            elif chunk is not None and not self._for_all:
                 return _with_fingerprint(finish, chunk.system_fingerprint)
         if _FINISH.search(event):
             self._finish = event
@@ -117,8 +122,8 @@ def _is_plain(chunk: bytes) -> bool:
     )
 
 
-def _usage_chunk(event: bytes) -> _Chunk | None:
-    """The chunk, if it has usage and nothing else to say."""
+def _with_usage(event: bytes) -> _Chunk | None:
+    """The chunk of an event, if it is one that has usage: with choices, or with nothing else to say."""
     data = event.strip()
     if not data.startswith(b"data:"):
         return None
@@ -126,7 +131,7 @@ def _usage_chunk(event: bytes) -> _Chunk | None:
         chunk = _decode_chunk(data[5:])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return chunk if chunk.choices == [] and bytes(chunk.usage) != b"null" else None
+    return chunk if chunk.choices is not None and bytes(chunk.usage) != b"null" else None
 
 
 def _with_fingerprint(finish: bytes, fingerprint: str | None) -> bytes:

@@ -97,6 +97,15 @@ def test_a_stream_without_a_usage_chunk_stays_as_it_is(sizes: list[int]) -> None
         assert through(stream, sizes) == stream
 
 
+@given(st.lists(st.integers(0, 90), max_size=20))
+def test_an_engine_that_gives_usage_to_all_is_not_asked_behind_anybodys_back(sizes: list[int]) -> None:
+    """``--enable-force-include-usage``: each chunk has usage, and one more comes at the end."""
+    each = b',"usage":{"prompt_tokens":9,"completion_tokens":1}}\n\n'
+    chunks = [event.replace(b"}\n\n", each) for event in (ROLE, TEXT, FINISH % b"")]
+    forced = b"".join(chunks) + USAGE % MARK + DONE
+    assert through(forced, sizes) == forced
+
+
 def test_events_pass_as_soon_as_they_are_whole() -> None:
     unasked = UnaskedUsage()
     assert unasked.feed(ROLE + TEXT[:10]) == ROLE
