@@ -158,9 +158,11 @@ class ChatTemplates:
         if template is None:
             raise InexactError("template-refused")
         try:
-            said = _without_none(chat.messages)
-            text = self._rendered(template, source, _with_thinking(said), chat)
-            if _has_reasoning(said) and text != self._rendered(template, source, said, chat):
+            said = chat.messages
+            text = self._rendered(template, source, said, chat)
+            if any("reasoning" in message for message in said) and text != self._rendered(
+                template, source, _with_thinking(said), chat
+            ):
                 raise InexactError("reasoning-by-version")
         except InexactError:
             raise
@@ -191,21 +193,8 @@ def _compiled(source: str) -> jinja2.Template | None:
         return None
 
 
-def _without_none(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Keys that hold None are left out."""
-    if any(None in message.values() for message in messages):
-        return [{key: value for key, value in message.items() if value is not None} for message in messages]
-    return messages
-
-
-def _has_reasoning(messages: list[dict[str, Any]]) -> bool:
-    return any("reasoning" in message for message in messages)
-
-
 def _with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reasoning under the third of its names too, as of 5.24."""
-    if not _has_reasoning(messages):
-        return messages
     return [
         {"thinking": message["reasoning"], **message} if "reasoning" in message else message
         for message in messages

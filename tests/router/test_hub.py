@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-pytest.importorskip("transformers", reason="the extra local-tokenizer is not installed")
+pytest.importorskip("tokenizers", reason="the extra local-tokenizer is not installed")
+
+from tests.router import small_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,3 +64,19 @@ async def test_px13_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+def test_a_model_that_was_fetched_before_is_read_without_the_hub(tmp_path: Path) -> None:
+    model = tmp_path / "hub" / "models--some--model"
+    small_tokenizer.save(model / "snapshots" / ("a" * 40))
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("a" * 40)
+    program = (
+        "import sys; from router.local_tokenizer import load_tokenizer;"
+        "from router.token_cache import TokenCache;"
+        "local = load_tokenizer('some/model', 'm', TokenCache(1000));"
+        "assert local.is_plain and list(local.encode('<s></s>', False)) == [0, 1];"
+        "assert 'transformers' not in sys.modules"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, env=environment)
