@@ -170,7 +170,11 @@ class Chooser:
         reservation = self.load.reserve(stream, tokens, streams=subject.streams)
         if subject.marks:
             predicted_s = chosen.overhead_s + chosen.s_per_token * (chosen.prefill_tokens + tokens)
-            reservation.hint = self.hints.add(stream, subject.marks, now, predicted_s)
+            hint = self.hints.add(stream, subject.marks, now, predicted_s)
+            if chosen.credited_tokens < len(subject.marks) * self._mark_tokens:
+                # Else the index tells everybody.
+                hint = self.hints.tell(hint, stream, subject.marks, now, predicted_s)
+            reservation.hint = hint
             self.displacement.placed(stream, subject.marks)
         return tokens, reservation
 

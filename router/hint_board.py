@@ -109,8 +109,9 @@ class SharedHints(Hints):
         }
         self._heads = b""
 
-    def add(self, stream: StreamId, marks: Sequence[Hashable], now: float, predicted_s: float) -> Hint:
-        hint = super().add(stream, marks, now, predicted_s)
+    def tell(
+        self, hint: Hint, stream: StreamId, marks: Sequence[Hashable], now: float, predicted_s: float
+    ) -> Hint:
         joined = b"".join(cast(Sequence[bytes], marks[:MOST_MARKS]))
         number = self._next()
         if not self._board.write(self._worker, Note(number, now, stream, joined, predicted_s)):
@@ -152,7 +153,7 @@ class SharedHints(Hints):
             return
         each = range(0, len(note.marks), MARK_BYTES)
         marks = tuple(note.marks[at : at + MARK_BYTES] for at in each)
-        heard.hints[note.number] = super().add(note.stream, marks, now, left_s)
+        heard.hints[note.number] = self.add(note.stream, marks, now, left_s)
         if len(heard.hints) > REMEMBERED:
             del heard.hints[next(iter(heard.hints))]
 

@@ -78,6 +78,12 @@ class Hints:
             self._drop(heapq.heappop(self._expiries)[1])
         return _Own(self, number)
 
+    def tell(
+        self, hint: Hint, stream: StreamId, marks: Sequence[Hashable], now: float, predicted_s: float
+    ) -> Hint:
+        """Tells other workers of a hint that was added, where there are any; gives the hint to drop."""
+        return hint
+
     def soon(self, marks: Sequence[Hashable], now: float) -> dict[StreamId, int]:
         """How many leading marks each stream will have soon; streams with none are left out."""
         self._expire(now)

@@ -114,8 +114,13 @@ def _line(seen: Iterable[tuple[int, float]], overhead_s: float) -> Speed:
 
 def _slope(seen: Sequence[tuple[int, float]], overhead_s: float) -> float:
     """Seconds per token: the median, weighed by tokens."""
-    ratios = sorted((max(seconds - overhead_s, seconds / 2) / tokens, tokens) for tokens, seconds in seen)
-    half = sum(tokens for _, tokens in ratios) / 2
+    ratios = sorted(
+        [
+            ((seconds - overhead_s if 2 * overhead_s < seconds else seconds / 2) / tokens, tokens)
+            for tokens, seconds in seen
+        ]
+    )
+    half = sum([tokens for tokens, _ in seen]) / 2
     for ratio, tokens in ratios:
         half -= tokens
         if half <= 0:

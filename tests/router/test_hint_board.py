@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.reader import Matched
+from router.chooser import Chooser, Subject
 from router.hint_board import MOST_MARKS, NOTES, HintBoard, Note, SharedHints
 from router.hints import LINGER_S, Hint, Hints
+from router.load import Load
+from router.policies import POLICIES
 from router.replicas import StreamId
 
 A, B = ("a", 0), ("b/c", 1)
@@ -18,11 +23,16 @@ def marks(name: str, count: int = 3) -> tuple[bytes, ...]:
     return tuple(f"{name:0>4}{number:04d}".encode() for number in range(count))
 
 
+def tell(hints: SharedHints, stream: StreamId, said: tuple[bytes, ...]) -> Hint:
+    hint = hints.add(stream, said, now=1.0, predicted_s=1.0)
+    return hints.tell(hint, stream, said, now=1.0, predicted_s=1.0)
+
+
 def test_what_one_worker_has_sent_is_soon_cached_for_all() -> None:
     board = HintBoard(3)
     one, two, three = (SharedHints(board, number) for number in range(3))
-    one.add(A, marks("x"), now=1.0, predicted_s=1.0)
-    two.add(B, marks("x")[:1], now=1.0, predicted_s=1.0)
+    tell(one, A, marks("x"))
+    tell(two, B, marks("x")[:1])
     for each in (one, two, three):
         assert each.soon(marks("x"), now=1.5) == {A: 3, B: 1}
         assert len(each) == 4
@@ -32,7 +42,7 @@ def test_what_one_worker_has_sent_is_soon_cached_for_all() -> None:
 def test_ix12_a_hint_dies_in_all_workers_with_its_request() -> None:
     board = HintBoard(2)
     one, two = SharedHints(board, 0), SharedHints(board, 1)
-    first, _ = (one.add(A, marks("x", count), now=1.0, predicted_s=1.0) for count in (3, 1))
+    first, _ = (tell(one, A, marks("x", count)) for count in (3, 1))
     assert two.soon(marks("x"), now=1.0) == {A: 3}
     first.drop()
     first.drop()
@@ -46,22 +56,22 @@ def test_another_process_is_heard() -> None:
     here = SharedHints(board, 0)
     pid = os.fork()
     if pid == 0:
-        SharedHints(board, 1).add(A, marks("x"), now=1.0, predicted_s=1.0)
+        tell(SharedHints(board, 1), A, marks("x"))
         os._exit(0)
     os.waitpid(pid, 0)
     assert here.soon(marks("x"), now=1.0) == {A: 3}
     # Who takes the place of a worker that died hears what still counts, and goes on counting.
     again = SharedHints(board, 1)
-    again.add(B, marks("y"), now=1.0, predicted_s=1.0)
+    tell(again, B, marks("y"))
     assert here.soon(marks("y"), now=1.0) == {B: 3}
-    here.add(A, marks("z"), now=1.0, predicted_s=1.0)
+    tell(here, A, marks("z"))
     assert SharedHints(board, 1).soon(marks("z"), now=1.0) == {A: 3}
 
 
 def test_who_does_not_listen_for_long_misses_what_was_written_over() -> None:
     board = HintBoard(2)
     one, two = SharedHints(board, 0), SharedHints(board, 1)
-    hints = [one.add(A, marks(f"{n:03d}"), now=1.0, predicted_s=1.0) for n in range(NOTES + 50)]
+    hints = [tell(one, A, marks(f"{n:03d}")) for n in range(NOTES + 50)]
     assert two.soon(marks("049"), now=1.0) == {}
     assert two.soon(marks("050"), now=1.0) == {A: 3}
     for hint in hints:
@@ -84,10 +94,20 @@ def test_a_note_that_is_not_whole_is_left_out() -> None:
 def test_of_a_long_prompt_its_beginning_is_told_and_of_a_long_name_nothing() -> None:
     board = HintBoard(2)
     one, two = SharedHints(board, 0), SharedHints(board, 1)
-    one.add(A, marks("x", 1000), now=1.0, predicted_s=1.0)
-    one.add(("n" * 600, 0), marks("y", 1000), now=1.0, predicted_s=1.0).drop()
+    tell(one, A, marks("x", 1000))
+    tell(one, ("n" * 600, 0), marks("y", 1000)).drop()
     assert two.soon(marks("x", 1000), now=1.0) == {A: MOST_MARKS}
     assert two.soon(marks("y", 1000), now=1.0) == {}
+
+
+def test_what_the_index_tells_everybody_is_told_no_second_time() -> None:
+    board = HintBoard(2)
+    chooser = Chooser(Load(), random.Random(1), lambda: 1.0, mark_tokens=512, hints=SharedHints(board, 0))
+    for held, notes in ((0, 1), (511, 2), (1024, 2)):
+        matches = {A: Matched("a", 0, 1, "live", 1.0, held, held, held, 1, None)}
+        prompt = Subject(prompt_tokens=1100, matches=matches, marks=marks("x", 2))
+        chooser.choose(POLICIES["cache-aware"], prompt, [A])
+        assert board.head(0) == notes
 
 
 @settings(max_examples=200, deadline=None)
