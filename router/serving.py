@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence, Set
 
 import msgspec
 
@@ -15,9 +15,9 @@ class Serving(msgspec.Struct, frozen=True):
     ``known``: some replica serves it or might, healthy or not.
     """
 
-    replicas: list[Replica]
-    streams: list[StreamId]
-    resolved: frozenset[tuple[str, str | None]]
+    replicas: Sequence[Replica]
+    streams: Sequence[StreamId]
+    resolved: Set[tuple[str, str | None]]
     known: bool
 
     @classmethod
