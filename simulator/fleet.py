@@ -150,6 +150,9 @@ class FleetRun:
         self._choosers = [self._chooser(number) for number in range(shape.routers)]
         self._flights: dict[Job, tuple[Reservation, float]] = {}
         self._served: list[Served] = []
+        self._followed_by = _followed_by(trace)
+        self._come = 0
+        self._progress: Callable[[int], None] = lambda _: None
         self._turns = itertools.count()
         self._seats = Seats(clock=self._clock)
         self._sessions = Sessions()
@@ -167,10 +170,12 @@ class FleetRun:
             for number, chooser in enumerate(self._choosers):
                 # They were not started at one moment.
                 self._at(shape.poll_s * (number + 1) / shape.routers, partial(self._poll, chooser))
-        for number, request in enumerate(self._trace):
-            self._until(request.at_s)
-            self._route(Job(request), self._chance.choice(self._choosers))
-            progress(number + 1)
+        self._progress = progress
+        followers = set(map(id, self._followed_by.values()))
+        for request in self._trace:
+            if id(request) not in followers:
+                self._until(request.at_s)
+                self._arrive(request)
         self._until(float("inf"))
         return Run(self._served, {replica.name: replica.computed_s for replica in self._replicas})
 
@@ -201,6 +206,11 @@ class FleetRun:
         self._numbers[replica.name, 0] = number
         for chooser in self._choosers:
             self._report(chooser, replica)
+
+    def _arrive(self, request: Traced) -> None:
+        self._route(Job(request, self._now), self._chance.choice(self._choosers))
+        self._come += 1
+        self._progress(self._come)
 
     def _route(self, job: Job, chooser: Chooser) -> None:
         request, replicas = job.request, self._replicas
@@ -251,10 +261,13 @@ class FleetRun:
         self._tell(replica, CacheChange(stored, ()))
         reservation, sent_s = self._flights[job]
         reservation.first_byte(self._now - sent_s)
-        request, ttft_s = job.request, self._now - job.request.at_s
+        request, ttft_s = job.request, self._now - job.came_s
         self._served.append(
-            Served(replica.name, request.at_s, ttft_s, request.prompt_tokens, job.cached_tokens)
+            Served(replica.name, job.came_s, ttft_s, request.prompt_tokens, job.cached_tokens)
         )
+        follower = self._followed_by.get(id(request))
+        if follower is not None:
+            self._at(self._now + follower.at_s - request.at_s, partial(self._arrive, follower))
         if self._shape.decode_rate is None:
             self._end(replica, job)
         else:
@@ -294,7 +307,7 @@ class FleetRun:
             answered = reservation.answered
             reservation.release()
             if not answered:
-                self._route(Job(job.request), self._chance.choice(self._choosers))
+                self._route(Job(job.request, job.came_s), self._chance.choice(self._choosers))
         self._at(self._now + RESTART_S, lambda: self._come_up(replica))
 
     def _come_up(self, replica: Replica) -> None:
@@ -304,7 +317,7 @@ class FleetRun:
         """A router asks every engine for its load."""
         for replica in self._replicas:
             self._report(chooser, replica)
-        if self._flights or self._now < self._trace[-1].at_s:
+        if len(self._served) < len(self._trace):
             self._at(self._now + self._shape.poll_s, partial(self._poll, chooser))
 
     def _report(self, chooser: Chooser, replica: Replica) -> None:
@@ -316,6 +329,18 @@ class FleetRun:
             admitted_tokens=replica.admitted_tokens,
         )
         chooser.load.report(stream, reported, chooser.load.ours(stream).requests)
+
+
+def _followed_by(trace: Iterable[Traced]) -> dict[int, Traced]:
+    """The next request of the session, by ``id`` of the one before."""
+    last: dict[int, Traced] = {}
+    found = {}
+    for request in trace:
+        if request.session is not None:
+            if request.session in last:
+                found[id(last[request.session])] = request
+            last[request.session] = request
+    return found
 
 
 def _matched(stream: StreamId, tokens: int) -> Matched:

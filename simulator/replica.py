@@ -18,10 +18,11 @@ from simulator.trace import BLOCK_TOKENS, Traced
 
 
 class Job:
-    """One request at a replica. ``lost`` when the replica went down under it."""
+    """One request at a replica, that came at ``came_s``. ``lost`` when the replica went down under it."""
 
-    def __init__(self, request: Traced) -> None:
+    def __init__(self, request: Traced, came_s: float | None = None) -> None:
         self.request = request
+        self.came_s = request.at_s if came_s is None else came_s
         self.cached_tokens = 0
         self.blocks: list[int] = []
         self.lost = False

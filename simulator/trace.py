@@ -20,12 +20,16 @@ BLOCK_TOKENS = 512
 class Traced(msgspec.Struct, frozen=True):
     """One request: when it comes, tokens of prompt and answer, and an id for each block of the prompt, the
     last one perhaps not full. Prompts that begin alike begin with the same ids.
+
+    Nobody goes on before they are answered: a request of a ``session`` comes as long after the first token of
+    the one before as their times are apart. Without a session it comes at its time, whatever happens.
     """
 
     at_s: float
     prompt_tokens: int
     answer_tokens: int
     blocks: tuple[int, ...]
+    session: int | None = None
 
     @property
     def full_blocks(self) -> tuple[int, ...]:

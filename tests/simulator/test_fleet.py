@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 from msgspec.structs import replace
@@ -13,8 +14,9 @@ from simulator.fleet import FleetRun, Index, Run, Shape
 from simulator.replay import measured, pooled, replay
 from simulator.replica import CacheChange
 from simulator.trace import Traced
-from simulator.traffic import rag, workload
+from simulator.traffic import workload as made_up
 
+workload = cache(made_up)
 SMALL = Shape(replicas=4, cache_tokens=300_000, prefill_rate=4700.0)
 
 
@@ -84,13 +86,19 @@ def test_a_fleet_that_cannot_be_is_refused() -> None:
 
 
 def test_cache_aware_is_first_and_its_foresight_pays() -> None:
-    trace = rag(0)[:1500]
+    trace = workload("agents")[:1500]
     results = {name: replay(trace, name, Shape()) for name in ("cache-aware", "lowest-ttft", "least-loaded")}
-    best = results["cache-aware"]
-    for name, other in results.items():
-        if name != "cache-aware":
-            assert best.ttft_mean_s < other.ttft_mean_s
-            assert best.hit_rate > other.hit_rate
+    best = results.pop("cache-aware")
+    for other in results.values():
+        assert best.ttft_mean_s < other.ttft_mean_s
+        assert best.hit_rate > other.hit_rate
+
+
+def test_where_little_waits_its_foresight_costs_little_time_for_what_it_finds() -> None:
+    trace = workload("rag")[:2000]
+    aware, plain = (replay(trace, name, Shape()) for name in ("cache-aware", "lowest-ttft"))
+    assert aware.hit_rate >= 1.04 * plain.hit_rate
+    assert aware.ttft_mean_s <= 1.05 * plain.ttft_mean_s
 
 
 def test_events_that_come_a_second_late_cost_little() -> None:
@@ -129,3 +137,24 @@ def test_rq06_several_routers_find_nearly_what_one_finds() -> None:
     one, two, four = (replay(trace, "cache-aware", replace(shape, routers=routers)) for routers in (1, 2, 4))
     assert min(two.hit_rate, four.hit_rate) >= 0.98 * one.hit_rate
     assert max(two.load_max_over_mean, four.load_max_over_mean) <= 1.25
+
+
+def test_a_session_goes_on_only_when_it_is_answered() -> None:
+    first = Traced(0.0, 47_000, 1, tuple(range(92)), session=1)
+    second = Traced(2.0, 47_512, 1, tuple(range(93)), session=1)
+    alone = Traced(3.0, 470, 1, (1000,))
+    served = {one.prompt_tokens: one for one in run("cache-aware", trace=[first, second, alone]).served}
+    assert served[47_000].ttft_s == pytest.approx(10.0)
+    assert served[47_512].at_s == pytest.approx(12.0)
+    assert served[47_512].cached_tokens == 91 * 512
+    assert served[470].at_s == 3.0
+
+
+def test_a_session_whose_replica_restarts_goes_on_elsewhere() -> None:
+    trace = [
+        Traced(float(turn), 47_000, 1, tuple(range(100 * user, 100 * user + 92)), session=user)
+        for turn in range(3)
+        for user in range(4)
+    ]
+    served = run("cache-aware", changed(restart_at_s=5.0), trace).served
+    assert len(served) == len(trace)

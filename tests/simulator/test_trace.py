@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from simulator import traffic
 from simulator.errors import TraceError
 from simulator.trace import BLOCK_TOKENS, Traced, read_trace, spread
-from simulator.traffic import WORKLOADS, workload
+from simulator.traffic import DOCUMENTS, DURATION_S, WORKLOADS, workload
 
 LINE = '{"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [1, 2, 3]}'
 
@@ -38,7 +42,11 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, text: str, complaint
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_made_up_traffic_repeats_with_its_seed_and_is_a_well_formed_trace(name: str) -> None:
+def test_made_up_traffic_repeats_with_its_seed_and_is_a_well_formed_trace(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "DURATION_S", 300.0)
+    monkeypatch.setattr(traffic, "EARLIER_S", 300.0)
     requests = workload(name, 3)
     assert requests == workload(name, 3) != workload(name, 4)
     assert [r.at_s for r in requests] == sorted(r.at_s for r in requests)
@@ -62,3 +70,24 @@ def test_what_is_stamped_alike_is_spread_until_the_next_stamp_in_its_order() -> 
     assert times == sorted(set(times))
     assert 0 <= times[0] < times[2] < 3 <= times[3] < 9 <= times[4] < times[5] < 15
     assert spread(trace) == apart != spread(trace, seed=1)
+
+
+def test_made_up_chats_are_as_long_and_as_slow_as_those_they_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(traffic, "CHATS_PER_S", 3.0)
+    monkeypatch.setattr(traffic, "EARLIER_S", 0.0)
+    by_session: dict[int | None, list[Traced]] = {}
+    for request in workload("chats"):
+        by_session.setdefault(request.session, []).append(request)
+    begun = [turns for turns in by_session.values() if turns[0].at_s < DURATION_S / 3]
+    gaps = sorted(after.at_s - before.at_s for turns in begun for before, after in pairwise(turns))
+    assert 100 < gaps[len(gaps) // 2] < 140
+    new = [after.prompt_tokens - before.prompt_tokens for t in begun for before, after in pairwise(t)]
+    assert 600 < fmean(new) < 800
+
+
+def test_made_up_documents_are_as_popular_as_those_they_follow() -> None:
+    asked = Counter(request.blocks[2] for request in workload("rag"))
+    popular = sum(count for _, count in asked.most_common(round(0.03 * DOCUMENTS)))
+    assert 0.55 < popular / asked.total() < 0.65
