@@ -17,6 +17,7 @@ from router.displacement import Displacement
 from router.hints import Hints
 from router.latency import Speed
 from router.load import Load, Reservation, StreamLoad
+from router.patience import Patience
 from router.policies import Policy
 from router.replicas import StreamId
 from router.reported import Reported
@@ -69,6 +70,7 @@ class Chooser:
         self.hints = Hints() if hints is None else hints
         self.displacement = Displacement(mark_tokens)
         self.crowding = Crowding()
+        self.patience = Patience()
         self._rng = rng
         self._clock = clock
         self._mark_tokens = mark_tokens
@@ -88,6 +90,7 @@ class Chooser:
             self.displacement.worth,
             subject.key,
             subject.seat,
+            self.patience.seconds,
         )
         ranked = policy.rank(ask, candidates, self._rng)
         chosen = ranked[0].candidate
@@ -115,7 +118,7 @@ class Chooser:
         soon = self.hints.soon(subject.marks, now)
         speeds = [self.load.latency.of(stream) for stream in streams]
         queued = self._filled(streams, loads, speeds)
-        behind, rooms = self.crowding.behind(streams), self.displacement.rooms(streams)
+        behind, rooms = self.crowding.behind(streams, self.load.echo), self.displacement.rooms(streams)
         found = []
         each = zip(streams, loads, speeds, queued, behind, rooms, strict=True)
         for stream, load, speed, prefill_tokens, behind_it, room_tokens in each:
@@ -168,8 +171,9 @@ class Chooser:
             tokens = subject.prompt_tokens - chosen.reused_tokens
         stream = chosen.stream
         reservation = self.load.reserve(stream, tokens, streams=subject.streams)
+        predicted_s = chosen.overhead_s + chosen.s_per_token * (chosen.prefill_tokens + tokens)
+        self.patience.sent(predicted_s)
         if subject.marks:
-            predicted_s = chosen.overhead_s + chosen.s_per_token * (chosen.prefill_tokens + tokens)
             hint = self.hints.add(stream, subject.marks, now, predicted_s)
             if chosen.credited_tokens < len(subject.marks) * self._mark_tokens:
                 # Else the index tells everybody.

@@ -18,7 +18,7 @@ OWN = 0.7
 """How much of a stream's utilisation is its own average; the rest is the mean of all. Its own says where load
 stays, but it is made of few observations; the mean steadies it.
 """
-MOST = 0.75
+MOST = 0.85
 """Beyond this an average says "nearly saturated". How much beyond is chance, and each request would have to
 wait ever longer for the sake of others: the mean wait would hardly be shorter, the longest ones would be
 longer.
@@ -50,9 +50,13 @@ class Crowding:
             shares.append(after)
         self._mean = sum(shares) / len(shares)
 
-    def behind(self, streams: Iterable[StreamId]) -> list[float]:
+    def behind(self, streams: Iterable[StreamId], echo: float = 0.0) -> list[float]:
         """How many requests behind this one wait for each unit of work that it brings to each of the streams,
         on average.
+
+        Where others have ``echo`` requests for each of ours, the load that is seen is of the last report, and
+        much of what makes one stream look better than another is over by now. What the request brings is
+        known all the same: it counts for as many times more as there is what we have.
 
         Beside ``found``: the mean is of the streams that were given last.
         """
@@ -62,7 +66,7 @@ class Crowding:
             average = averages.get(stream)
             utilisation = OWN * (mean if average is None else average.value) + of_all
             utilisation = utilisation if utilisation < MOST else MOST
-            found.append(utilisation / (1.0 - utilisation))
+            found.append((1.0 + echo) / (1.0 - utilisation) - 1.0)
         return found
 
     def forget(self, stream: StreamId) -> None:

@@ -68,7 +68,8 @@ class Ask(msgspec.Struct, frozen=True):
     """What a policy is told of the request and of the time it comes at.
 
     Its prompt's tokens, if known, and its number among those of its model; how much of what its tokens
-    displace is wanted back, 0 to 1; its routing ``key``, and the ``seat`` that the key has.
+    displace is wanted back, 0 to 1; its routing ``key``, and the ``seat`` that the key has. Few requests wait
+    longer than ``patience_s`` for their first token.
     """
 
     prompt_tokens: int | None
@@ -76,6 +77,7 @@ class Ask(msgspec.Struct, frozen=True):
     worth: float = 0.0
     key: bytes | None = None
     seat: StreamId | None = None
+    patience_s: float = float("inf")
 
 
 class Why(Protocol):

@@ -259,6 +259,11 @@ class Load:
             tokens = backlog.others_now(left, sent_tokens, computed_since)
         return requests, round(tokens), requests - waiting
 
+    @property
+    def echo(self) -> float:
+        """How many requests others have in flight in the fleet for each of ours, as of the last reports."""
+        return self._echo
+
     def unseen_tokens(self, streams: Iterable[StreamId]) -> float:
         """Prompt tokens that others are likely to have sent to some of the streams since these were looked
         at: as many, against ours, as they have requests in flight in the whole fleet. Ours are those that

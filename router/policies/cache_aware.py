@@ -3,7 +3,7 @@
 Own time is the predicted time to first token: the work in front of it there, and its own uncached tokens. The
 work that it brings is waited for by those that come behind it as well, the more of them the busier the fleet
 is; and what its new blocks push out of that cache is computed again when it is wanted back. Both make the
-copy that exists cheaper than a second one.
+copy that exists cheaper than a second one. What it would wait longer than nearly all do counts for more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from router.policies.ties import by_cost
 SLACK_SHARE = 0.01
 SLACK_TOKENS = 16
 """Candidates within one percent of the prompt, or a block, of the best are as good as it."""
-TERMS = (*least_loaded.TERMS, "uncached", "behind", "displaced")
+TERMS = (*least_loaded.TERMS, "uncached", "behind", "displaced", "late")
+IMPATIENCE = 3.0
+"""What a second counts for, besides itself, by which a request waits longer than nearly all do: else a few
+would wait without end for the sake of others.
+"""
 
 
 class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +55,8 @@ class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Gives the ``TERMS`` of a candidate; without ``foresight`` the first four of them."""
         prompt_tokens, worth, foresight = ask.prompt_tokens or 0, ask.worth, self.foresight
         load_weight, cache_weight = 2 * (1 - self.affinity), 2 * self.affinity
+        # Only where both count: what is late has waited for the cache's sake.
+        patience_s, impatience = ask.patience_s, load_weight * cache_weight * IMPATIENCE
 
         def terms(candidate: Candidate) -> tuple[float, ...]:
             # Without calls: this runs for every replica and request.
@@ -68,7 +74,9 @@ class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if room_tokens is not None and new_tokens > room_tokens:
                 # Tokens that are expected to be computed again for what the new ones push out.
                 displaced = token_s * (1 + behind) * (worth * (new_tokens - room_tokens))
-            return overhead, queued, in_flight, uncached, token_s * behind * new_tokens, displaced
+            waits_s = candidate.overhead_s + s_per_token * (candidate.prefill_tokens + new_tokens)
+            late = impatience * (waits_s - patience_s) if waits_s > patience_s else 0.0
+            return overhead, queued, in_flight, uncached, token_s * behind * new_tokens, displaced, late
 
         return terms
 

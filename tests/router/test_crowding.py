@@ -45,3 +45,10 @@ def test_the_average_follows_from_its_first_requests_on() -> None:
     crowding = Crowding()
     found(crowding, 1, 1, requests=40)
     assert crowding.behind([A])[0] > 1
+
+
+def test_rq06_what_a_request_brings_counts_for_more_where_most_of_the_load_is_that_of_others() -> None:
+    crowding = Crowding()
+    found(crowding, 0.5, 0.5)
+    alone, one_of_four = (1 + crowding.behind([A], echo)[0] for echo in (0.0, 3.0))
+    assert one_of_four == pytest.approx(4 * alone)

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.decision import Ask, Candidate
 from router.errors import SettingsError
@@ -129,3 +130,21 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         SettingsError, match=r"cache-awere.*cache-aware, lowest-ttft, least-loaded, round-robin"
     ):
         policy_named("cache-awere")
+
+
+@pytest.mark.parametrize(("patience_s", "chosen"), [(float("inf"), "warm"), (0.5, "cold")])
+def test_nobody_waits_much_longer_than_nearly_all_do_for_the_sake_of_others(
+    patience_s: float, chosen: str
+) -> None:
+    fleet = [candidate("warm", 8000, queued=12_000), candidate("cold", 0, queued=0)]
+    fleet = [replace(one, behind=1.0) for one in fleet]
+    ranked = CACHE_AWARE(Ask(8192, patience_s=patience_s), fleet, random.Random(1))
+    assert ranked[0].candidate.replica == chosen
+    assert sum(ranked[0].terms.values()) == pytest.approx(ranked[0].cost)
+
+
+def test_rq01_patience_changes_neither_end_of_affinity() -> None:
+    fleet = [candidate("warm", 8000, queued=90_000), candidate("cold", 0, queued=0)]
+    for affinity, chosen in ((0.0, "cold"), (1.0, "warm")):
+        rank = policy_named("cache-aware", {"affinity": affinity}).rank
+        assert rank(Ask(8192, patience_s=0.1), fleet, random.Random(1))[0].candidate.replica == chosen
