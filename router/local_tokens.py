@@ -50,13 +50,15 @@ FORMATS: tuple[ContentFormat, ...] = ("string", "openai")
 class Told(msgspec.Struct, frozen=True, kw_only=True):
     """A local tokenizer as ``/debug/tokenizers`` shows it.
 
-    ``media_agrees``: engines have what it says in front of an image; None where none took one.
+    ``read_by``: by the router, from its files, or by ``transformers``. ``media_agrees``: engines have what it
+    says in front of an image; None where none took one.
     """
 
     model: str
     source: str
     state: State
     error: str | None
+    read_by: Literal["router", "transformers"] | None
     content_format: ContentFormat | None
     cuts_texts: bool | None
     media_agrees: bool | None
@@ -83,10 +85,16 @@ class _Local:
             source=self.source,
             state=self.state,
             error=self.error,
+            read_by=self._read_by(),
             content_format=self.content_format,
             cuts_texts=self.tokenizer.cuts_texts if self.tokenizer else None,
             media_agrees=self.media_agrees,
         )
+
+    def _read_by(self) -> Literal["router", "transformers"] | None:
+        if self.tokenizer is None:
+            return None
+        return "router" if self.tokenizer.is_plain else "transformers"
 
 
 class LocalTokens:

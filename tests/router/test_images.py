@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
-transformers = pytest.importorskip("transformers", reason="the extra local-tokenizer is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
 from events.publisher import Publisher  # noqa: E402
 from events.schema import BlockStored, token_array  # noqa: E402

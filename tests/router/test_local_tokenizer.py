@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-transformers = pytest.importorskip("transformers", reason="the extra local-tokenizer is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
 from router.conversation import InexactError, read_chat  # noqa: E402
 from router.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_tokenizer  # noqa: E402

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 from aiohttp import web
 
-transformers = pytest.importorskip("transformers", reason="the extra local-tokenizer is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
 from router.conversation import ContentFormat, InexactError, read_chat  # noqa: E402
 from router.local_tokenizer import LocalTokenizer  # noqa: E402
@@ -111,6 +111,7 @@ async def test_ix09_the_engines_ids_come_from_the_local_tokenizer_without_asking
             "source": folders["one"],
             "state": "agrees",
             "error": None,
+            "read_by": "router",
             "content_format": "string",
             "cuts_texts": True,
             "media_agrees": None,
@@ -283,5 +284,6 @@ async def test_ix09_where_engines_differ_from_the_files_transformers_reads_them(
     router = await start_router(engine, lookup=lookup, tokenizer=(f"m={folder}",))
     await kit.wait_until(lambda: state(router) == "agrees", "transformers gives the engine's ids")
     assert await router.metric("tokenizer_checks_total", model="m", outcome="differs") == 1
+    assert (await router.get("/debug/tokenizers"))["tokenizers"][0]["read_by"] == "transformers"
     await router.complete("A prompt")
     assert lookup.asked.pop()[1] == array("I", theirs.ids({"prompt": "A prompt"}))
