@@ -12,6 +12,8 @@ from multidict import CIMultiDictProxy
 SWITCHING_PROTOCOLS = 101
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 """What ends a head: the parser takes lines without a carriage return, too."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""The parser of answers lets them through, and nothing that writes headers does."""
 
 
 class HeadError(Exception):
@@ -81,4 +83,7 @@ def _parsed(parser: HttpResponseParser, data: bytes) -> RawResponseMessage | Non
         messages, _, _ = parser.feed_data(data)
     except HttpProcessingError as error:
         raise HeadError(str(error) or type(error).__name__) from error
-    return messages[0][0] if messages else None
+    message = messages[0][0] if messages else None
+    if message is not None and _CONTROL.search("".join(message.headers.values())):
+        raise HeadError("a control character in a header")
+    return message

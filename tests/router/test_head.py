@@ -33,6 +33,7 @@ def test_a_head_is_read_however_it_is_cut_and_what_is_behind_it_is_left(
         b"SSH-2.0-OpenSSH\r\n\r\n",
         b"\r\n\r\n" + OK,
         b"HTTP/1.1 200 OK\r\nX: a\rb\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: a\x01b\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: +2\r\n\r\n",
@@ -47,6 +48,6 @@ def test_px10_what_is_no_head_or_over_the_limits_is_refused(head: bytes) -> None
 
 def test_trailers_are_fields() -> None:
     assert list(trailers_of(b"X-T: 1\r\nx-t:  2\r\n", LIMITS).items()) == [("X-T", "1"), ("x-t", "2")]
-    for lines in (b"no colon\r\n", b"X T: 1\r\n", b"X: a\rb\r\n", b"X: 1\r\n" * 6):
+    for lines in (b"no colon\r\n", b"X T: 1\r\n", b"X: a\rb\r\n", b"X: \x7f\r\n", b"X: 1\r\n" * 6):
         with pytest.raises(HeadError):
             trailers_of(lines, LIMITS)
