@@ -28,8 +28,8 @@ from router.trust import Trust
 class RouterApp:
     """A router that can be served.
 
-    ``pages`` are for its clients, ``admin_pages`` for operators, which may be the same ones; the other parts
-    are there to look at.
+    ``pages`` are for its clients, ``admin_pages`` for operators and for other workers; the other parts are
+    there to look at.
     """
 
     def __init__(self, settings: RouterSettings, fleet: Fleet, load: Load, metrics: RouterMetrics) -> None:
@@ -46,7 +46,7 @@ class RouterApp:
         tls = listen_context(settings)
         self.tls = None if tls is None else Renewable(tls)
         self.pages = Pages(settings.request_limit_bytes)
-        self.admin_pages = self.pages if settings.admin_address() is None else Pages()
+        self.admin_pages = Pages()
         self.admin_url = ""
 
     def settings_errors(self) -> list[str]:

@@ -42,7 +42,7 @@ from router.reload import Reload, Reread, Taker, sources_of
 from router.replicas import parse_replicas
 from router.route import Route
 from router.rules import Rules
-from router.settings import RouterSettings
+from router.settings import AMONG_WORKERS, RouterSettings
 from router.shares import BoardShares
 from router.takers import certificates_taker, doors_taker, keys_taker
 from router.tap import Recorder
@@ -272,20 +272,21 @@ def _add_admin(
         router.tokenizers,
         colleagues,
     )
-    admin.add_health(router.pages)
-    if router.admin_pages is not router.pages:
-        admin.add_health(router.admin_pages)
+    for pages in (router.pages, router.admin_pages):
+        admin.add_health(pages)
     admin.add_pages(router.admin_pages)
+    if router.settings.admin_address() is None:
+        admin.add_pages(router.pages)
 
 
 def _colleagues(
     settings: RouterSettings, worker: Worker | None, session: aiohttp.ClientSession
 ) -> Colleagues | None:
-    admin = settings.admin_address()
-    if worker is None or admin is None:
+    if worker is None:
         return None
+    host, _ = settings.admin_address() or AMONG_WORKERS
     # An address that stands for all of the host is none to ask at.
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(admin[0], admin[0])
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
     def urls() -> dict[int, str]:
         return {number: http_url(host, port) for number, port in worker.others_pages().items()}

@@ -18,6 +18,7 @@ from router.errors import ListenError
 from router.pages import Pages
 from router.processes import Worker
 from router.server import Server
+from router.settings import AMONG_WORKERS
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +33,18 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
     settings = router.settings
     async with AsyncExitStack() as stack:
         admin = settings.admin_address()
+        # Cleaned up last: operators can look on while open answers have their grace.
         if admin is not None:
-            # Cleaned up last: operators can look on while open answers have their grace.
             host, port = admin
             port += worker.number if worker is not None and port else 0
             router.admin_url = await _open(stack, router, router.admin_pages, "--admin-listen", host, port)
-            if worker is not None:
-                worker.pages_at(urlsplit(router.admin_url).port or 0)
             log.info("metrics and debug pages on %s%s", router.admin_url, not_only(host))
+        if worker is not None:
+            # At a port that all share, nobody can choose whom to ask.
+            beside = router.admin_url or await _open(
+                stack, router, router.admin_pages, "--admin-listen", *AMONG_WORKERS
+            )
+            worker.pages_at(urlsplit(beside).port or 0)
         host, port = host_and_port(settings.listen)
         port = port if worker is None else worker.port
         shared = worker is not None

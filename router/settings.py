@@ -21,6 +21,8 @@ from router.rules import Rule, Rules
 from router.server import Limits
 
 SAME = "same"
+AMONG_WORKERS = ("127.0.0.1", 0)
+"""Where workers ask each other for their pages when those have no address of their own."""
 UPSTREAM_CLIENTS = ("pool", "aiohttp")
 ADMIN_PORT_OFFSET = 1000
 COMPANIONS = (
@@ -405,8 +407,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise SettingsError(
                 f"--upstream-client {self.upstream_client}: choose one of {', '.join(UPSTREAM_CLIENTS)}"
             )
-        if self.admin_address() is None and self.workers > 1:
-            raise SettingsError("--admin-listen same with --workers: each worker has pages of its own")
         if self.indexer is not None:
             checked_url("--indexer", self.indexer)
         if self.max_inflight is not None and self.max_inflight < 1:

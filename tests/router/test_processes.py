@@ -19,9 +19,8 @@ import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from router.errors import ListenError, SettingsError
+from router.errors import ListenError
 from router.processes import reserved
-from router.settings import RouterSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = {"model": "m", "prompt": [1]}
@@ -231,6 +230,26 @@ async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -
             assert response.status == 404
 
 
+async def test_pages_on_the_port_that_workers_share_show_all_of_them_whoever_is_asked(
+    start_engine: Any, kit: Any
+) -> None:
+    engine = await start_engine()
+    arguments = ("--listen", "127.0.0.1:0", "--admin-listen", "same", "--workers", "2")
+    async with routers(*arguments, "--replica", f"e0={engine.url}") as process:
+        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        assert not process.urls("debug pages on")
+        url, asked = process.urls("listening on")[0], set[int]()
+        async with asyncio.timeout(20):
+            while asked != {0, 1}:
+                # On a new connection each time: the kernel chooses the worker.
+                async with aiohttp.ClientSession() as client, client.get(url + "/debug/replicas") as page:
+                    asked.add((await page.json())["worker"])
+                async with aiohttp.ClientSession() as client, client.get(url + "/metrics") as page:
+                    metrics = await page.text()
+                assert 'warmroute_router_worker_up{worker="0"} 1.0' in metrics
+                assert 'warmroute_router_worker_up{worker="1"} 1.0' in metrics
+
+
 async def test_px17_workers_finish_open_streams_at_sigterm(start_engine: Any, kit: Any) -> None:
     gate = asyncio.Event()
 
@@ -362,8 +381,3 @@ def test_a_port_that_somebody_has_is_not_shared() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ListenError, match="already in use"), reserved(address):
             pass
-
-
-def test_pages_for_all_on_a_shared_port_are_refused() -> None:
-    with pytest.raises(SettingsError, match="--workers"):
-        RouterSettings(workers=2, admin_listen="same").check()
