@@ -70,7 +70,8 @@ class EngineConnection(asyncio.Protocol):
         else:
             self._send(self._transport, head, body)
             self._heard_at = self._loop.time()
-            self._silence = self._loop.call_later(self._idle_s, self._check_silence)
+            if self._silence is None:
+                self._silence = self._loop.call_later(self._idle_s, self._check_silence)
         try:
             return await self._head
         finally:
@@ -240,7 +241,6 @@ class EngineConnection(asyncio.Protocol):
 
     def _end(self) -> None:
         """All of the answer is here."""
-        self._stop_watching()
         self._settle(True)
 
     def _settle(self, is_over: bool) -> None:
@@ -266,7 +266,12 @@ class EngineConnection(asyncio.Protocol):
         return DisconnectedError(why, stale=self._asked > 1 and not self._heard)
 
     def _check_silence(self) -> None:
-        """One timer for the whole answer: it looks when something was heard last."""
+        """One timer for many answers: it looks when something was heard last, and goes when it finds that
+        nothing is awaited.
+        """
+        self._silence = None
+        if self._is_over():
+            return
         since = self._loop.time() if self._reading_paused else self._heard_at
         left_s = since + self._idle_s - self._loop.time()
         if left_s > 0:

@@ -398,3 +398,26 @@ async def test_an_answer_is_told_with_its_trailers() -> None:
         assert await ask(upstream, url) == b"{}"
         assert server.opened == 1
         upstream.close()
+
+
+@pytest.mark.parametrize("rest_s", [0.0, 0.15])
+async def test_px02_silence_is_noticed_on_a_connection_that_has_answered_before(rest_s: float) -> None:
+    """One timer watches all answers of a connection; it is gone by the time of the longer rest."""
+
+    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            await reader.readuntil(b"{}")
+            writer.write(OK)
+        await reader.readuntil(b"{}")
+        await reader.read()
+
+    async with serving(act) as (server, url):
+        upstream = pool(idle_timeout_s=0.1)
+        for _ in range(2):
+            assert await ask(upstream, url) == b"{}"
+            await asyncio.sleep(rest_s)
+        async with asyncio.timeout(5):
+            with pytest.raises(UpstreamTimeoutError):
+                await ask(upstream, url)
+        assert server.opened == 1
+        upstream.close()
