@@ -50,7 +50,8 @@ class Delivery(web.StreamResponse):
         self._payload_writer = writer
         self._keep_alive = self._frame(request, writer)
         headers, version = self._headers, request.version
-        headers.setdefault(DATE, rfc822_formatted_time())
+        if DATE not in headers:
+            headers[DATE] = rfc822_formatted_time()
         if self._keep_alive and version < HttpVersion11:
             headers[CONNECTION] = "keep-alive"
         elif not self._keep_alive and version >= HttpVersion11:

@@ -136,7 +136,8 @@ class Route:
                 response = self._give_up(request, journey, error)
             finally:
                 self._budget.requests -= 1
-                self._retries_at_failing(journey, False)
+                if journey.at_failing:
+                    self._retries_at_failing(journey, False)
                 self._account(journey, span)
             return response
 
@@ -203,9 +204,10 @@ class Route:
         """Decides and books. Nothing is awaited between the booking and the exchange that will release it."""
         attempt = len(journey.exchanges) + 1
         failing = self._fleet.outliers.failing() if journey.failed else frozenset()
-        barred = frozenset() if self._budget.has_room else failing - journey.failed
+        barred = failing - journey.failed if failing and not self._budget.has_room else frozenset()
+        out = journey.failed | barred if barred else journey.failed
         try:
-            decision, reservation = self._decider.decide(plan, journey.failed | barred, attempt)
+            decision, reservation = self._decider.decide(plan, out, attempt)
         except SaturatedError:
             raise
         except RefusedError as error:
@@ -213,7 +215,8 @@ class Route:
                 raise
             self._metrics.retries_refused.labels("budget").inc()
             raise journey.over_budget() from error
-        self._retries_at_failing(journey, decision.chosen[0] in failing)
+        if failing:
+            self._retries_at_failing(journey, decision.chosen[0] in failing)
         entry, outliers = self._decisions.add(decision), self._fleet.outliers
         exchange = Exchange(plan, entry, reservation, self._metrics, outliers, self._recorder, self._feedback)
         journey.exchanges.append(exchange)
