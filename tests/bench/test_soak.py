@@ -29,6 +29,7 @@ CLIENTS = int(os.environ.get("WARMROUTE_SOAK_CLIENTS", "200"))
 THINK_S = 1.0
 FAULT_S, REST_S = 4.0, 3.0
 ENGINES = 4
+LOOKS = 12
 LEAVING = 0.1
 """Share of the streams that their client leaves in the middle."""
 
@@ -238,9 +239,10 @@ async def soak(folder: Path) -> dict[str, Any]:
         ) as session:
             tasks = [asyncio.create_task(run.client(session, seed)) for seed in range(CLIENTS)]
             faults = asyncio.create_task(run.faults())
-            await asyncio.sleep(SOAK_S / 3)
-            rss_warm = run.router.rss()
-            await asyncio.sleep(SOAK_S * 2 / 3)
+            rss = []
+            for _ in range(LOOKS):
+                await asyncio.sleep(SOAK_S / LOOKS)
+                rss.append(round(run.router.rss() / 1e6, 1))
             run.done.set()
             await asyncio.gather(*tasks, faults)
             rss_end = run.router.rss()
@@ -253,7 +255,8 @@ async def soak(folder: Path) -> dict[str, Any]:
         return {
             "ends": dict(run.ends),
             "in flight at the end": in_flight,
-            "MB when warm": round(rss_warm / 1e6, 1),
+            "MB over time": rss,
+            "MB when warm": rss[LOOKS // 3 - 1],
             "MB at the end": round(rss_end / 1e6, 1),
             "files before": files_before,
             "files after": run.files(),
