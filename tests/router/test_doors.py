@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -332,7 +333,7 @@ async def test_https_in_and_out_with_certificates_of_ones_own(
 async def test_px05_streams_over_tls_wait_for_their_clients_and_end_with_them(
     start_engine: Any, start_router: Any, certificates: Path, kit: Any, client: str
 ) -> None:
-    chunks = [b"data: %06d %b\n\n" % (number, b"x" * 100_000) for number in range(200)]
+    chunks = [b"data: %06d %b\n\n" % (number, b"x" * 100_000) for number in range(300)]
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return await kit.stream(request, chunks)
@@ -343,8 +344,11 @@ async def test_px05_streams_over_tls_wait_for_their_clients_and_end_with_them(
     ours = client_context(ca, None, None)
 
     async def ask(*, reads: bool) -> bytes:
-        port = int(router.url.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=ours)
+        taking = socket.socket()
+        # Left to itself the system takes up to 32 MB for a client that does not read.
+        taking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        taking.connect(("127.0.0.1", int(router.url.rpartition(":")[2])))
+        reader, writer = await asyncio.open_connection(sock=taking, ssl=ours, server_hostname="127.0.0.1")
         body = b'{"model":"m","prompt":[1],"stream":true}'
         writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         await reader.readuntil(b"\r\n\r\n")
