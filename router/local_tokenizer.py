@@ -97,6 +97,10 @@ class LocalTokenizer:
         """The ids of a text, most of them from the cache if it goes on from one that was seen."""
         return self.begin(text, add_special_tokens).ids()
 
+    def places(self, text: str) -> int:
+        """In how many places :meth:`begin` has to look for a special token, at most."""
+        return 0 if self._cuts is None else self._cuts.places(text)
+
     def begin(self, text: str, add_special_tokens: bool) -> Begun:
         """Looks up what is known of a text: quick, whatever is not."""
         around = self._around if add_special_tokens else _NOTHING

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Literal
 
 import msgspec
+from msgspec import Raw
 
 from events.logs import Throttled
 from router import fallback
@@ -36,6 +37,12 @@ AT_ONCE_BYTES, AT_ONCE_MESSAGES, AT_ONCE_TOOLS_BYTES = 256 * 1024, 64, 16 * 1024
 """What is read and put into its template on the loop, within a millisecond. That is Python, which a thread
 would do no sooner, and not beside the loop.
 """
+AT_ONCE_VALUES = 2048
+"""Values in it, by the marks of JSON that part them: each costs Python a step, or ten. Prose has as many in
+200 kB, JSON in 20.
+"""
+AT_ONCE_PLACES = 2048
+"""Where special tokens may begin in what comes of it: each is looked at."""
 AT_ONCE_CHARS = 512
 """New text that is tokenised on the loop too, in about the time that it takes a thread to begin."""
 TRUSTED = ("agrees", "unverifiable")
@@ -163,7 +170,10 @@ class LocalTokens:
         if not _is_quickly_rendered(body):
             return self._in_thread(local, body, form, _tokens)
         assert local.tokenizer is not None
-        begun = local.tokenizer.begin(*_text(local.tokenizer, body, form))
+        text, add_special_tokens = _text(local.tokenizer, body, form)
+        if local.tokenizer.places(text) > AT_ONCE_PLACES:
+            return self._done_in_thread(partial(local.tokenizer.encode, text, add_special_tokens))
+        begun = local.tokenizer.begin(text, add_special_tokens)
         if begun.new_chars > AT_ONCE_CHARS:
             return self._done_in_thread(begun.ids)
         return _at_once(begun.ids())
@@ -288,12 +298,24 @@ async def _at_once(ids: array[int]) -> array[int]:
 
 
 def _is_quickly_rendered(body: RequestBody) -> bool:
-    fields = (body.messages, body.prompt, body.tools, body.documents, body.chat_template_kwargs)
-    if sum(len(memoryview(field)) for field in fields) > AT_ONCE_BYTES:
+    fields = [body.messages, body.prompt, body.documents, body.chat_template_kwargs]
+    tools_bytes = len(memoryview(body.tools))
+    size = sum(len(memoryview(field)) for field in fields) + tools_bytes
+    if size > AT_ONCE_BYTES:
         return False
-    if len(memoryview(body.tools)) > AT_ONCE_TOOLS_BYTES and not knows_tools(body):
+    if not knows_tools(body):
+        if tools_bytes > AT_ONCE_TOOLS_BYTES:
+            return False
+        fields.append(body.tools)
+    if size > AT_ONCE_VALUES and sum(map(_values, fields)) > AT_ONCE_VALUES:
         return False
     return not given(body.messages) or len(body.said) <= AT_ONCE_MESSAGES
+
+
+def _values(field: Raw) -> int:
+    """At least as many as there are in it, but for one: marks in its texts count too."""
+    text = bytes(field)
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 def _tokens(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> array[int]:

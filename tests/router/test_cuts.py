@@ -184,6 +184,29 @@ def test_every_token_is_found(special: list[str], parts: list[str]) -> None:
     assert Cuts([AddedToken(content) for content in special]).all_pieces(text) == cut
 
 
+UNUSED = [f"<unused{number}>" for number in range(6000)]
+LINES = ["\n" * number for number in range(2, 200)]
+ALL = frozenset(UNUSED + LINES)
+CUTS_OF_ALL = Cuts([AddedToken(content) for content in ALL])
+
+
+@settings(max_examples=30, deadline=None)
+@given(parts=st.lists(st.sampled_from(["<unused1", "0", "9", ">", "<", "\n", "\n" * 70, "\n" * 300, "x"])))
+def test_the_longest_of_thousands_of_tokens_is_found(parts: list[str]) -> None:
+    text, found, at = "".join(parts), [], 0
+    while at < len(text):
+        fits = [text[at:end] for end in range(at + 1, min(len(text), at + 200) + 1) if text[at:end] in ALL]
+        found += fits[-1:]
+        at += len(fits[-1]) if fits else 1
+    assert CUTS_OF_ALL.added(text) == found
+
+
+def test_px13_a_place_where_a_token_may_begin_is_not_compared_with_all_of_them() -> None:
+    alternatives = CUTS_OF_ALL.patterns
+    assert len(alternatives) == 2, "one for each character that tokens begin with"
+    assert len("".join(alternatives)) < len("".join(ALL)) / 2
+
+
 def test_no_cut_where_a_token_takes_spaces_along_or_is_only_found_in_normalised_text() -> None:
     cuts = Cuts(
         [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("<n>", normalized=True)]

@@ -16,7 +16,9 @@ from router.local_tokens import (
     AT_ONCE_BYTES,
     AT_ONCE_CHARS,
     AT_ONCE_MESSAGES,
+    AT_ONCE_PLACES,
     AT_ONCE_TOOLS_BYTES,
+    AT_ONCE_VALUES,
     FORMATS,
     RELOAD_AFTER_S,
     LocalTokens,
@@ -59,6 +61,9 @@ class Bytes:
         self.threads.add(threading.current_thread().name)
         assert self.hold.wait(10)
         return array("I", list((b"^" if add_special_tokens else b"") + text.encode()))
+
+    def places(self, text: str) -> int:
+        return text.count("<")
 
     def begin(self, text: str, add_special_tokens: bool) -> Any:
         return Begun(partial(self.encode, text, add_special_tokens))
@@ -253,6 +258,14 @@ async def test_ix09_the_library_of_the_engines_gets_one_try_where_they_differ_an
     local.close()
 
 
+USER = {"role": "user", "content": "x"}
+MANY_ARGUMENTS = {
+    "id": "1",
+    "type": "function",
+    "function": {"name": "f", "arguments": json.dumps({"x": [0] * AT_ONCE_VALUES})},
+}
+
+
 @pytest.mark.parametrize("new_chars", [AT_ONCE_CHARS, AT_ONCE_CHARS + 1])
 async def test_px13_what_is_new_is_tokenised_on_the_loop_only_if_it_is_little(
     new_chars: int, monkeypatch: pytest.MonkeyPatch
@@ -274,6 +287,17 @@ async def test_px13_what_is_new_is_tokenised_on_the_loop_only_if_it_is_little(
         {"messages": [{"role": "user", "content": "x" * AT_ONCE_BYTES}]},
         {"messages": [{"role": "user", "content": "x"}] * (AT_ONCE_MESSAGES + 1)},
         {"prompt": "x" * AT_ONCE_BYTES},
+        {"prompt": "<" * (AT_ONCE_PLACES + 1)},
+        {"messages": [{"role": "user", "content": ["x"] * (AT_ONCE_VALUES + 1)}]},
+        {"messages": [{"role": "user", "content": "x"}], "documents": [{}] * (AT_ONCE_VALUES // 2)},
+        {"messages": [USER], "chat_template_kwargs": {"x": [[[]]] * (AT_ONCE_VALUES // 2)}},
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [MANY_ARGUMENTS]}]},
+        {
+            "messages": [USER],
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"x": [[]] * AT_ONCE_VALUES}}}
+            ],
+        },
         {
             "messages": [{"role": "user", "content": "x"}],
             "tools": [
