@@ -176,7 +176,13 @@ class _Connection(web.RequestHandler):
         """Answers one request; returns whether another one may come."""
         request = self._request(message, body)
         answer: Any = self._server.pages.answer
-        response, is_broken = await self._handle_request(request, None, answer)
+        try:
+            response, is_broken = await self._handle_request(request, None, answer)
+        except asyncio.CancelledError:
+            # The task keeps the error, the error its frames, and they the request: a circle, with the prompt
+            # in it, that would outlive the client who left by millions of requests.
+            request._task = None  # type: ignore[assignment]
+            raise
         if not body.is_eof() and not self._force_close:
             await self._drop(body)
         return bool(response.keep_alive) and not is_broken
