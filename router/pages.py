@@ -1,7 +1,7 @@
 """What is served at one address: handlers by path.
 
-Not aiohttp's application: with four pages and one prefix to choose from, its routing took a quarter of what
-its server takes for a request (docs/benchmarks.md).
+Not aiohttp's application: with a few pages and one prefix to choose from, its routing and its hooks took 7 %
+of what a request cost (docs/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class _Connection(web.RequestHandler):
         """Answers one request after the other, until the connection ends.
 
         aiohttp's own makes a task for each, and the answer that a replica gave would go through its steps for
-        an answer twice: 5 % of all that a request costs.
+        an answer twice: 8 % of what a request costs (docs/benchmarks.md).
         """
         try:
             while not self._force_close:
