@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -22,6 +21,7 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace
 
 from router.conversation import Chat, ContentFormat, InexactError
+from router.template_time import certain_time
 from router.tool_schemas import ToolSchemas
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -83,10 +83,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 @jinja2.pass_context
 def _tojson(
     context: Context,
@@ -127,7 +123,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
+        "strftime_now": certain_time,
         "dict": _Dict(),
         "namespace": _Namespace,
     }

@@ -143,8 +143,13 @@ def _kwargs(body: RequestBody) -> dict[str, Any]:
         kwargs = plain(body.chat_template_kwargs)
         if not isinstance(kwargs, dict) or not _TEMPLATE_ARGUMENTS.isdisjoint(kwargs):
             raise InexactError("chat-template-kwargs")
+        if any(value is None or value == "auto" for value in kwargs.values()):
+            # 0.32 takes them for not given (``renderers/params.py``: ``merge_kwargs``), others may not.
+            raise InexactError("chat-template-kwargs")
     if given(body.reasoning_effort):
         effort = plain(body.reasoning_effort)
+        if effort == "auto":
+            raise InexactError("reasoning-effort")
         kwargs.setdefault("enable_thinking", effort != "none")
         kwargs["reasoning_effort"] = effort
     if given(body.documents):

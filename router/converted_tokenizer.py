@@ -13,6 +13,7 @@ from typing import Any
 
 from router.conversation import Chat, InexactError
 from router.errors import RouterError
+from router.template_time import certain_time
 
 
 class NoTransformersError(RouterError):
@@ -26,9 +27,14 @@ class ConvertedTemplates:
         self._tokenizer = tokenizer
         said = tokenizer.chat_template
         self.sources: Sequence[str] = list(said.values()) if isinstance(said, dict) else [said or ""]
+        self._says_date = any("strftime_now" in source for source in self.sources)
 
     def render(self, chat: Chat) -> str:
-        """The text of a chat. Raises InexactError where the template refuses it."""
+        """The text of a chat. Raises InexactError where the template refuses it, and where it may say another
+        day than it does at the engine.
+        """
+        if self._says_date:
+            certain_time("%x")
         try:
             text = self._tokenizer.apply_chat_template(
                 chat.messages, tools=chat.tools, tokenize=False, **chat.kwargs

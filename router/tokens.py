@@ -34,6 +34,7 @@ HEDGE_SHARE = 0.25
 """How much of the deadline a replica may be silent for before another one is asked too."""
 SLOW_FOR_S = 10.0
 """How long such a replica is asked after the others."""
+QUARTER_S = 900
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 CHARS_PER_TOKEN = 4
 MEDIA_TOKENS = 1000
@@ -246,9 +247,11 @@ class Tokenizer:
         cache: TokenCache,
         local: LocalTokens | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
         self._session = session
+        self._wall_clock = wall_clock
         self._timeout_s = timeout_s
         self._clock = clock
         self._rng = rng or random.Random()
@@ -302,7 +305,7 @@ class Tokenizer:
         if asked is None:
             return _no(fallback.UNREADABLE_PROMPT, not_here)
         payload, prompts = asked
-        key = xxh3_128_digest(payload)
+        key = xxh3_128_digest(payload + self._day_ends(body))
         kept = self._cache.get(base, key)
         if kept is not None:
             return Tokens(kept, prompts=prompts, not_here=not_here)
@@ -312,6 +315,12 @@ class Tokenizer:
             return _no(answer, not_here)
         self._cache.put(base, era, key, answer)
         return Tokens(answer, prompts=prompts, not_here=not_here)
+
+    def _day_ends(self, body: RequestBody) -> bytes:
+        """Other bytes before and behind midnight, wherever an engine is, as a chat's template may say the
+        date: zones are whole quarters of an hour apart.
+        """
+        return str(int(self._wall_clock() // QUARTER_S)).encode() if given(body.messages) else b""
 
     async def ask(self, replica: Replica, payload: bytes) -> array[int] | Fallback:
         """What one engine's ``/tokenize`` answers, in the time that it has."""

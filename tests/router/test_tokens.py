@@ -156,6 +156,23 @@ async def test_ix10_another_model_is_another_prompt(start_engine: Any) -> None:
     assert engine.tokenized == 2
 
 
+async def test_ix09_a_chat_is_asked_about_again_when_a_day_may_have_ended(
+    start_engine: Any,
+) -> None:
+    engine = await start_engine()
+    wall = Clock()
+    async with aiohttp.ClientSession() as session:
+        tokenizer = Tokenizer(session, timeout_s=5.0, cache=TokenCache(1000), wall_clock=wall)
+        replicas = [Replica(parse_replica(f"e={engine.url}"))]
+        for at, tokenized in ((86_400 - 1, 1), (86_400 - 0.1, 1), (86_400, 2), (86_400 + 899, 2)):
+            wall.now = at
+            await tokenizer.tokens(body(messages=[{"role": "user", "content": "what day is it?"}]), replicas)
+            assert engine.tokenized == tokenized
+        for wall.now in (0.0, 86_400.0):
+            await tokenizer.tokens(body(prompt="hello"), replicas)
+        assert engine.tokenized == 3, "a text says no date of its own"
+
+
 async def test_prompts_beyond_the_bound_are_forgotten(start_engine: Any) -> None:
     engine = await start_engine()
     tokenizer, _, replicas, session = await make(engine, cache_tokens=6)
