@@ -178,9 +178,12 @@ def _hints(worker: Worker | None) -> Hints:
 
 
 def _count_out(router: RouterApp, chooser: Chooser) -> None:
-    """Lets the fleet know what a replica still has to do, and all who know of it forget one that is gone."""
+    """Lets the fleet know what a replica still has to do, and all who know of it forget one that is gone, or
+    another one.
+    """
     fleet, load = router.fleet, router.load
     fleet.in_flight = lambda name: load.at(name, fleet.replicas[name].streams())
+    fleet.renewed = _both(chooser.renewed, router.trust.forget)
     fleet.forgotten = _both(_both(chooser.gone, router.trust.forget), router.metrics.forget)
 
 

@@ -103,11 +103,15 @@ class Chooser:
         self.crowding.forget(stream)
         self.displacement.forget(stream)
 
+    def renewed(self, replica: str) -> None:
+        """The replica is another one under its name: nothing learned of it holds."""
+        for part in (self.hints, self.crowding, self.displacement):
+            part.gone(replica)
+        self.load.renewed(replica)
+
     def gone(self, replica: str) -> None:
         """The replica is none of ours any more."""
-        for stream in self.load.sent_to(replica):
-            self.forget(stream)
-        self.displacement.gone(replica)
+        self.renewed(replica)
         self.load.forget(replica)
 
     def _candidates(

@@ -73,6 +73,10 @@ class Crowding:
         """The stream begins anew, or is gone."""
         self._busy.pop(stream, None)
 
+    def gone(self, replica: str) -> None:
+        """The replica is none of ours any more, or another one."""
+        self._busy = {stream: average for stream, average in self._busy.items() if stream[0] != replica}
+
 
 class _Average:
     __slots__ = ("count", "value")

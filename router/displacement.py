@@ -105,7 +105,7 @@ class Displacement:
             book.marks.clear()
 
     def gone(self, replica: str) -> None:
-        """The replica is none of ours any more."""
+        """The replica is none of ours any more, or another one."""
         self._books = {stream: book for stream, book in self._books.items() if stream[0] != replica}
         self._measure()
 

@@ -34,7 +34,8 @@ class Fleet:
     """All replicas, and a task for each that watches it. ``changed`` is called when something was learned.
 
     A replica that is taken out of the settings gets no more requests, and is forgotten when those that it has
-    are over: ``in_flight`` tells how many that are, ``forgotten`` is called with its name.
+    are over: ``in_flight`` tells how many that are, ``forgotten`` is called with its name. ``renewed`` is called
+    with that of one that has become another, as with another URL.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Fleet:
         self.changed: Callable[[], None] = lambda: None
         self.in_flight: Callable[[str], int] = lambda name: 0
         self.forgotten: Callable[[str], None] = lambda name: None
+        self.renewed: Callable[[str], None] = lambda name: None
         self.outliers = Outliers(
             outlier_rules or OutlierRules(),
             lambda: len(self.usable()),
@@ -103,6 +105,8 @@ class Fleet:
             self._stop_drain(name)
         for replica in made.values():
             self._renew(replica)
+            if replica.name in before:
+                self.renewed(replica.name)
         self.replicas = {name: made.get(name) or before[name] for name in wanted}
         self._version = (-1, 0)
         for name, replica in before.items():

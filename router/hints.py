@@ -108,6 +108,11 @@ class Hints:
         for number in [n for n, (hinted, _) in self._hinted.items() if hinted == stream]:
             self._drop(number)
 
+    def gone(self, replica: str) -> None:
+        """The replica is none of ours any more, or another one."""
+        for stream in {stream for stream, _ in self._hinted.values() if stream[0] == replica}:
+            self.forget(stream)
+
     def _expire(self, now: float) -> None:
         while self._expiries and self._expiries[0][0] <= now:
             self._drop(heapq.heappop(self._expiries)[1])

@@ -291,16 +291,23 @@ class Load:
         """The streams of a replica that anything was ever sent to."""
         return [stream for stream, book in self._books.items() if stream[0] == replica and book.sent]
 
+    def renewed(self, replica: str) -> None:
+        """Another engine has the replica's name now. What is booked stays, as its requests go on."""
+        for stream, book in self._books.items():
+            if stream[0] == replica:
+                self.latency.forget(stream)
+                self.pace.forget(stream)
+                book.seen = None
+
     def forget(self, replica: str) -> None:
         """What was learned of a replica that is none of ours any more. Its requests have to be over."""
-        for stream in self.sent_to(replica):
-            self.latency.forget(stream)
-            self.pace.forget(stream)
-            if self._shares is not None:
+        self.renewed(replica)
+        if self._shares is not None:
+            for stream in self.sent_to(replica):
                 self._shares.forget(stream)
         for stream in [stream for stream in self._books if stream[0] == replica]:
             book = self._books[stream]
-            book.seen, book.sent, book.sent_tokens, book.left = None, 0, 0, 0.0
+            book.sent, book.sent_tokens, book.left = 0, 0, 0.0
             if book.load is IDLE:
                 del self._books[stream]
 

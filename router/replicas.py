@@ -213,6 +213,7 @@ class Models(msgspec.Struct, frozen=True):
 
 
 _STANDING = frozenset({"draining", "health", "models", "port_ranks", "ranks"})
+_UNSET = object()
 
 
 class Replica:
@@ -244,9 +245,9 @@ class Replica:
         self.tokenize_slow_until = 0.0
 
     def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
-        if name in _STANDING:
+        if name in _STANDING and self.__dict__.get(name, _UNSET) != value:
             Replica.changes += 1
+        super().__setattr__(name, value)
 
     @property
     def name(self) -> str:

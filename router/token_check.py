@@ -130,7 +130,7 @@ class TokenCheck:
         self._ask = ask
         self._interval_s = interval_s
         self._clock = clock
-        self._up: set[str] = set()
+        self._up: set[tuple[str, str | None]] = set()
         self._woken = asyncio.Event()
         self._throttled = Throttled(log, clock)
         self._task: asyncio.Task[None] | None = None
@@ -145,10 +145,14 @@ class TokenCheck:
 
     def noticed(self) -> None:
         """Something changed in the fleet. What is known of the models of an engine that came up is doubted at
-        once: it may have come back with another tokenizer.
+        once, and again when it says what its model is: it may have come with another tokenizer.
         """
-        up = {name for name, replica in self._fleet.replicas.items() if replica.health is Health.UP}
-        for name in up - self._up:
+        up = {
+            (name, replica.models.model if replica.models else None)
+            for name, replica in self._fleet.replicas.items()
+            if replica.health is Health.UP
+        }
+        for name, _ in up - self._up:
             self._doubt(self._fleet.replicas[name])
         self._up = up
         self.wake()

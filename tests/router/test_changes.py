@@ -15,6 +15,7 @@ from aiohttp import web
 
 from router.errors import SettingsError
 from router.replicas import parse_replicas
+from router.reported import Reported
 from router.settings import RouterSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +105,14 @@ async def test_a_replica_with_another_address_begins_anew(
 ) -> None:
     one, two = await start_engine(), await start_engine()
     router = await start_router(one)
-    router.parts.fleet.update(parse_replicas([f"e0={two.url}"]))
+    fleet, load, renewed = router.parts.fleet, router.parts.load, []
+    forget = fleet.renewed
+    fleet.renewed = lambda name: (forget(name), renewed.append((name, load.reported(("e0", 0)))))
+    load.report(("e0", 0), Reported(running=9), 0)
+    fleet.update(parse_replicas([f"e0={two.url}", "e1=http://127.0.0.1:1"]))
+    assert renewed == [("e0", None)], "nothing that the one at the old address said is known of the new one"
+    fleet.update(parse_replicas([f"e0={two.url}"]))
+    assert len(renewed) == 1
     await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].models is not None, "it is known")
     await router.complete([1])
     assert (one.generated, two.generated) == (0, 1)

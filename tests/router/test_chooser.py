@@ -270,3 +270,28 @@ def test_rq17_only_those_with_room_are_candidates_however_warm_the_others_are() 
     choice = chooser.choose(CACHE_AWARE, prompt, [B, C, D])
     assert choice.reservation.stream == C
     assert chooser.load.of(A).requests == 0
+
+
+@pytest.mark.parametrize("end", ["renewed", "gone"])
+def test_nothing_learned_of_a_replica_outlives_it_though_nothing_was_sent_there(end: str) -> None:
+    clock = Clock()
+    chooser = chooser_of(clock)
+    load, said = chooser.load, marks("x", 4096)
+    for seconds in (1.0, 1.1, 1.2, 1.3, 1.4):
+        for stream, speed in ((A, 8.0), (B, 1.0), (C, 1.0)):
+            load.latency.observe(stream, 4096, speed * seconds)
+    load.report(A, Reported(running=3, waiting=2, capacity_tokens=1 << 20), 0)
+    chooser.hints.add(A, said, clock.now, 1.0)  # As other workers tell of what they have sent.
+    chooser.crowding.found([(A, True), (B, False)])
+    booked = load.reserve(A, 100)
+    fresh = chooser_of(clock)
+    fresh.crowding.found([(B, False)])
+    fresh.crowding._mean = chooser.crowding._mean
+    getattr(chooser, end)("a")
+    assert chooser.hints.soon(said, clock.now) == {}
+    assert load.latency.of(A) == load.latency.of(D), "that of the others"
+    assert (load.reported(A), chooser.displacement.rooms([A])) == (None, [None])
+    assert chooser.crowding.behind([A]) == fresh.crowding.behind([A])
+    assert load.of(A).requests == 1, "its requests go on"
+    booked.release()
+    assert load.of(A).requests == 0

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="the extra transformer
 from router.conversation import ContentFormat, InexactError, read_chat  # noqa: E402
 from router.local_tokenizer import LocalTokenizer  # noqa: E402
 from router.prompt import read_body  # noqa: E402
+from router.replicas import parse_replicas  # noqa: E402
 from router.token_check import compare  # noqa: E402
 from tests.router import small_tokenizer  # noqa: E402
 from tests.router.chats import chat  # noqa: E402
@@ -182,6 +183,24 @@ async def test_what_engines_tokenised_is_forgotten_when_one_comes_back(
     theirs.use(folders["two"])
     engine.health_status = 200
     await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].health == "up", "the engine is back")
+    await router.complete("quite other words")
+    old, new = lookup.asked[-2][1], lookup.asked[-1][1]
+    assert old != new == array("I", theirs.ids({"prompt": "quite other words"}))
+
+
+async def test_what_engines_tokenised_is_forgotten_when_a_new_one_comes_under_another_name(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    theirs = Tokenize(folders["one"])
+    engine = await start_engine(tokenize=theirs)
+    lookup = kit.lookup(kit.matched("pod-1", 16), kit.matched("pod-2", 16))
+    router = await start_router(f"pod-1={engine.url}", lookup=lookup)
+    fleet = router.parts.fleet
+    await router.complete("quite other words")
+    theirs.use(folders["two"])
+    fleet.update(parse_replicas([f"pod-2={engine.url}"]))
+    await kit.wait_until(lambda: list(fleet.replicas) == ["pod-2"], "the old one is gone")
+    await kit.wait_until(lambda: fleet.replicas["pod-2"].models is not None, "the new one is known")
     await router.complete("quite other words")
     old, new = lookup.asked[-2][1], lookup.asked[-1][1]
     assert old != new == array("I", theirs.ids({"prompt": "quite other words"}))
