@@ -187,6 +187,22 @@ class Planner:
         serving = self._fleet.serving(parsed.model)
         if unread or not serving.replicas:
             return plan
+        try:
+            return await self._with_tokens(plan, policy, body, parsed, headers, serving)
+        except RecursionError:
+            # It was nested as deeply as could be skipped, and here the stack is higher.
+            return msgspec.structs.replace(plan, fallback=fallback.UNREADABLE_BODY)
+
+    async def _with_tokens(
+        self,
+        plan: Plan,
+        policy: Policy,
+        body: bytes,
+        parsed: RequestBody,
+        headers: Mapping[str, str],
+        serving: Serving,
+    ) -> Plan:
+        """The plan, with what the policy wants to know of the prompt."""
         if policy.key is None and not self._wants_tokens(policy) and is_plain_chat(parsed):
             return plan
         tokens = await self._tokens(policy, parsed, serving.replicas)
@@ -227,7 +243,11 @@ class Planner:
         policy, key = picked.policy, None
         why_not = fallback.NO_TOKENS if policy.uses_tokens and policy.name != BY_LOAD.name else None
         if policy.key is not None and why_not is None:
-            key = _own(policy, parsed.model, policy.key(Keyed(headers=headers, body=body, read=parsed)))
+            try:
+                found = policy.key(Keyed(headers=headers, body=body, read=parsed))
+            except RecursionError:  # As in ``plan``.
+                found = None
+            key = _own(policy, parsed.model, found)
             why_not = fallback.NO_KEY if key is None else None
         chosen = picked.rule is not None or picked.asked
         if why_not is not None and not chosen:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from router.prompt import CHAT_PATH
+
 PROMPT = list(range(100))
 
 
@@ -336,3 +338,23 @@ async def test_a_recorder_sees_each_request_and_its_outcome_without_keys(
         True,
         "ok",
     )
+
+
+@pytest.mark.parametrize("policy", ["cache-aware", "session", "prefix-hash", "round-robin"])
+@pytest.mark.parametrize("path", [CHAT_PATH, "/v1/messages"])
+async def test_px13_json_that_is_too_deep_to_be_read_twice_is_served_by_load(
+    start_engine: Any, start_router: Any, policy: str, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = await start_router(await start_engine(), policy=policy)
+    statuses, reasons = set(), set()
+    for depth in range(900, 990, 2):
+        body = {"model": "m", "messages": [{"role": "user", "content": "DEEP"}]}
+        data = json.dumps(body).replace('"DEEP"', "[" * depth + "]" * depth)
+        url, headers = f"{router.url}{path}", {"Content-Type": "application/json"}
+        async with router.client.post(url, data=data, headers=headers) as response:
+            statuses.add(response.status)
+            reasons.add(response.headers.get("x-warmroute-reason", "").partition(":")[0])
+    assert "failed unexpectedly" not in caplog.text
+    if path == CHAT_PATH:
+        assert statuses == {200, 400}, "beyond some depth it is no JSON, as for vLLM"
+        assert "fallback" in reasons
