@@ -34,8 +34,8 @@ class Fleet:
     """All replicas, and a task for each that watches it. ``changed`` is called when something was learned.
 
     A replica that is taken out of the settings gets no more requests, and is forgotten when those that it has
-    are over: ``in_flight`` tells how many that are, ``forgotten`` is called with its name, ``renewed`` with that
-    of one that has become another, as with another URL.
+    are over: ``in_flight`` tells how many that are, ``forgotten`` is called with its name, ``renewed`` with
+    that of one that has become another, as with another URL.
     """
 
     def __init__(
