@@ -165,7 +165,7 @@ class Planner:
         """
         parsed, unread = RequestBody(), None if readable else fallback.UNREADABLE_BODY
         try:
-            parsed = read_body(body) if readable else parsed
+            parsed = read_body(body, path) if readable else parsed
         except UnreadableBodyError as error:
             parsed, unread = RequestBody(model=error.model), fallback.UNREADABLE_BODY
         if not self._fleet.knows(parsed.model):

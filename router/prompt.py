@@ -109,16 +109,22 @@ class UnreadableBodyError(Exception):
         self.model = model
 
 
-def read_body(body: bytes) -> RequestBody:
-    """The parts of a request body that routing needs.
+def read_body(body: bytes, path: str = "") -> RequestBody:
+    """The parts of a request body that routing needs, without what its ``path`` does not know: a completion
+    has no messages, which vLLM passes over there, as a chat has no prompt.
 
     Raises RefusedError (400, as vLLM answers) for what is no JSON object or names a model that is no text,
     and UnreadableBodyError for JSON that only the standard library reads.
     """
     try:
-        return _decode_body(body)
+        read = _decode_body(body)
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableBodyError(_model_as_vllm_reads_it(body, error)) from error
+    if path == COMPLETIONS_PATH and given(read.messages):
+        return msgspec.structs.replace(read, messages=_ABSENT)
+    if path == CHAT_PATH and given(read.prompt):
+        return msgspec.structs.replace(read, prompt=_ABSENT)
+    return read
 
 
 def _model_as_vllm_reads_it(body: bytes, why: Exception) -> str | None:

@@ -10,17 +10,21 @@ from typing import Any
 
 from xxhash import xxh3_128_digest
 
-MAX_BYTES = 1 << 20
-"""Of all tools that are kept, as they came. What they become takes several times as much."""
+MAX_BYTES = 8 << 20
+"""Of all tools that are kept: the JSON that they came as, and what it becomes."""
+PART_BYTES = 200
+"""What an object or a list takes besides its JSON, and the note of it."""
 
 
 class ToolSchemas:
-    """Tools as a template gets them. Not to be changed."""
+    """Tools as a template gets them, which came as ``json_bytes``; ``size_bytes`` is about what they take in
+    memory. Not to be changed.
+    """
 
-    def __init__(self, schemas: list[dict[str, Any]], size_bytes: int) -> None:
+    def __init__(self, schemas: list[dict[str, Any]], json_bytes: int) -> None:
         self.schemas = schemas
-        self.size_bytes = size_bytes
         self._parts = frozenset(map(id, _containers(schemas)))
+        self.size_bytes = 2 * json_bytes + PART_BYTES * len(self._parts)
         self._texts: dict[tuple[int, str], str] = {}
 
     def tojson(self, value: Any, **form: Any) -> str:

@@ -340,6 +340,19 @@ async def test_a_recorder_sees_each_request_and_its_outcome_without_keys(
     )
 
 
+async def test_ix11_what_a_path_does_not_know_is_no_prompt(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    lookup = kit.lookup(kit.matched("e0", 16))
+    router = await start_router(await start_engine(), lookup=lookup)
+    await router.complete(PROMPT, messages=[{"role": "user", "content": "x"}])
+    assert [asked[1] for asked in lookup.asked] == [array("I", PROMPT)]
+    body = {"model": "m", "prompt": PROMPT}
+    async with router.client.post(f"{router.url}{CHAT_PATH}", json=body) as response:
+        await response.read()
+    assert len(lookup.asked) == 1, "a chat without messages is for the engine to refuse"
+
+
 @pytest.mark.parametrize("policy", ["cache-aware", "session", "prefix-hash", "round-robin"])
 @pytest.mark.parametrize("path", [CHAT_PATH, "/v1/messages"])
 async def test_px13_json_that_is_too_deep_to_be_read_twice_is_served_by_load(

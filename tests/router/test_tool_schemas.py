@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -46,12 +47,36 @@ def test_as_many_texts_are_kept_as_the_tools_have_parts() -> None:
 
 
 def test_the_least_lately_used_tools_are_forgotten_and_their_bytes_are_bounded() -> None:
-    cache, made = SchemaCache(250), {name: ToolSchemas(tools(name), 100) for name in "abc"}
+    made = {name: ToolSchemas(tools(name), 100) for name in "abc"}
+    room = int(2.5 * made["a"].size_bytes)
+    cache = SchemaCache(room)
     cache.put(b"a", made["a"])
     cache.put(b"b", made["b"])
     assert cache.get(memoryview(b"a")) is made["a"]
     cache.put(b"c", made["c"])
     assert [cache.get(name.encode()) for name in "abc"] == [made["a"], None, made["c"]]
-    cache.put(b"large", ToolSchemas(tools(), 251))
+    cache.put(b"large", ToolSchemas(tools(), room))
     assert cache.get(b"large") is None
     assert cache.get(b"a") is made["a"]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"a": [[]] * 1000},
+        {"a": [{}] * 1000},
+        {"x" * 5000: {}},
+        {f"p{n}": {"type": "string"} for n in range(300)},
+    ],
+)
+def test_what_tools_take_in_memory_is_not_more_than_is_counted(parameters: dict[str, Any]) -> None:
+    text = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        made = ToolSchemas(json.loads(text), len(text))
+        made.tojson(made.schemas)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken < 1.5 * made.size_bytes
