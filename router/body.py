@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from router.errors import RefusedError
-from router.headers import TRANSFER_ENCODING, UPGRADE
+from router.headers import EXPECT, TRANSFER_ENCODING, UPGRADE
 
 
 class BodyPace(msgspec.Struct, frozen=True):
@@ -52,6 +52,8 @@ async def read_body(request: web.Request, limit_bytes: int, pace: BodyPace) -> b
         raise _too_large(limit_bytes)
     if request.content.is_eof():
         return _body_at_hand(request, limit_bytes)
+    if EXPECT in request.headers and request.version == HttpVersion11:
+        await _ask_for_it(request)
     loop = asyncio.get_running_loop()
     pieces: list[bytes] = []
     received, began = 0, loop.time()
@@ -68,6 +70,13 @@ async def read_body(request: web.Request, limit_bytes: int, pace: BodyPace) -> b
     except web.RequestPayloadError as error:
         raise _unreadable() from error
     return b"".join(pieces)
+
+
+async def _ask_for_it(request: web.Request) -> None:
+    """The client waits for that (RFC 9110, section 10.1.1), and only one who is let in gets it."""
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # What was written is no part of the answer.
+    request.writer.output_size = 0
 
 
 def _body_at_hand(request: web.Request, limit_bytes: int) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from aiohttp import HttpVersion11, web
+from aiohttp import web
 
 from router.headers import EXPECT
 
@@ -39,10 +39,12 @@ class Pages:
 
     def answer(self, request: web.Request) -> Awaitable[web.StreamResponse]:
         """The answer to any request. Raises web.HTTPNotFound, web.HTTPMethodNotAllowed for what nobody
-        serves, and where it is awaited web.HTTPExpectationFailed for what nobody can meet.
+        serves, and web.HTTPExpectationFailed for what nobody can meet.
         """
         handler = self._handler(request.rel_url.path_safe, request.method)
-        return _expected(handler, request) if EXPECT in request.headers else handler(request)
+        if EXPECT in request.headers and request.headers[EXPECT].lower() != "100-continue":
+            raise web.HTTPExpectationFailed
+        return handler(request)
 
     def _handler(self, path: str, method: str) -> Handler:
         page = self._pages.get(path)
@@ -54,16 +56,3 @@ class Pages:
         if page is None:
             raise web.HTTPNotFound
         raise web.HTTPMethodNotAllowed(method, READING)
-
-
-async def _expected(handler: Handler, request: web.Request) -> web.StreamResponse:
-    """Asks for the body of a request that waits for it, unless it is too large anyway (RFC 9110, section
-    10.1.1).
-    """
-    if request.headers[EXPECT].lower() != "100-continue":
-        raise web.HTTPExpectationFailed
-    if request.version == HttpVersion11 and (request.content_length or 0) <= request.client_max_size:
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # What was written is no part of the answer.
-        request.writer.output_size = 0
-    return await handler(request)

@@ -21,7 +21,7 @@ from aiohttp.web_protocol import ERROR, _ErrInfo
 
 from events.logs import Throttled
 from router.errors import RefusedError
-from router.headers import REQUEST_ID, UPGRADE, request_id_of
+from router.headers import EXPECT, REQUEST_ID, UPGRADE, request_id_of
 from router.pages import Pages
 from router.refusal import refusal
 
@@ -73,11 +73,14 @@ class _Request(web.Request):
     @property
     def keep_alive(self) -> bool:
         """Whether the connection stays. Not after a request for an upgrade that is not heeded: aiohttp loses
-        what was sent right behind it.
+        what was sent right behind it. Nor where the client, answered already, may still send the body that it
+        holds back, or may send its next request instead.
         """
         message, connection = self._message, self._protocol
         assert isinstance(connection, _Connection)
-        return not (message.should_close or connection.parting() or UPGRADE in message.headers)
+        if message.should_close or connection.parting() or UPGRADE in message.headers:
+            return False
+        return EXPECT not in message.headers or self.content.is_eof()
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         """Of an application, there is none."""
@@ -115,7 +118,10 @@ class _Connection(web.RequestHandler):
         """aiohttp's own, but a head has to be whole in time, and a body that turns malformed ends the wait
         for it.
         """
-        super().data_received(data)
+        if self.transport is None or self._body is None or self._body.is_eof():
+            super().data_received(data)
+        else:
+            self._receive_body(data)
         if self._messages:
             self._stop_head_timer()
             if isinstance(self._messages[-1][0], _ErrInfo):
@@ -124,6 +130,15 @@ class _Connection(web.RequestHandler):
                 self._body = self._messages[-1][1]
         elif self._waiter is not None and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
+
+    def _receive_body(self, data: bytes) -> None:
+        """A connection that closes after this request takes the rest of it, which aiohttp would throw away:
+        a body under way when the router goes down would never be whole.
+        """
+        closing = self._close, self._force_close
+        self._close = self._force_close = False
+        super().data_received(data)
+        self._close, self._force_close = closing
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """aiohttp's own, which its reader of a body calls for each piece, also where nothing was paused."""

@@ -262,7 +262,19 @@ async def test_px10_a_client_that_waits_for_it_is_told_to_go_on(start_engine: An
     # A body that is too large anyway is not asked for.
     got = await exchange(router, head % 1001)
     assert got.statuses == [413]
+    # Whether it comes, or the next request does, nobody can know.
+    assert b"\r\nConnection: close\r\n" in got.content
     assert engine.generated == 1
+
+
+async def test_px10_nobody_is_asked_for_a_body_that_nobody_reads(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine(), api_key=("a=" + "0" * 64,))
+    for head in (HEAD, b"POST /nobody HTTP/1.1\r\nHost: r\r\n", b"PUT /ready HTTP/1.1\r\nHost: r\r\n"):
+        got = await exchange(router, head + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n")
+        assert got.statuses in ([401], [404], [405])
+        assert b"\r\nConnection: close\r\n" in got.content
 
 
 async def test_px10_pipelined_requests_are_answered_in_order(start_engine: Any, start_router: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -174,3 +175,26 @@ async def test_px10_header_bytes_that_are_no_utf8_arrive_unchanged_both_ways(
         assert headers["x-request-id"] == engine.requests[-1].headers["X-Request-Id"]
         assert len(headers["x-request-id"]) == 32
     assert len((await router.get("/debug/decisions"))["decisions"]) == 2
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["short", "longer than what is read ahead"])
+async def test_px17_a_body_that_is_still_coming_when_the_router_goes_down_comes_whole(
+    start_engine: Any, kit: Any, large: bool
+) -> None:
+    engine = await start_engine()
+    rest = b" " * (4_000_000 if large else 1000)
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(kit.running_router(engine, grace_s=10.0))
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+        writer.write(post(b"Expect: 100-continue", body=BODY + rest).removesuffix(rest))
+        await reader.readuntil(b"100 Continue\r\n\r\n")
+        down = asyncio.create_task(stack.pop_all().aclose())
+        await kit.wait_until(lambda: router.parts.draining, "it goes down")
+        await asyncio.sleep(0.05)
+        assert not down.done()
+        writer.write(rest)
+        async with asyncio.timeout(5):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        await down
+    assert engine.bodies == [BODY + rest]
