@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from router.fleet import Fleet
 from router.introduction import model_cards
 from router.replicas import Health, Models, parse_replica
+from router.serving import Serving
 from router.watcher import WatchPace
 
 
@@ -151,3 +155,47 @@ async def test_who_serves_a_model_follows_every_change_of_a_replica() -> None:
         fleet.update([parse_replica("c=http://127.0.0.1:1,model=m")])
         assert names() == "c"
         await fleet.close()
+
+
+CHANGES = ["health", "draining", "models", "ranks", "port_ranks", "update", "drained"]
+MODELS = [None, Models("m"), Models("m", ("alias",)), Models("n", (), frozenset({"lora"})), Models("lora")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(CHANGES), st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=25
+    )
+)
+def test_who_serves_a_model_is_as_if_it_were_looked_up_each_time(steps: list[tuple[str, int, int]]) -> None:
+    asyncio.run(compared_at_each_step(steps))
+
+
+async def compared_at_each_step(steps: list[tuple[str, int, int]]) -> None:
+    lines = [f"{name}=http://127.0.0.1:{port}" for name in "abc" for port in (1, 2)]
+    fleet = Fleet([parse_replica(lines[0]), parse_replica(lines[2])], None)  # type: ignore[arg-type]
+    fleet._duties.clear()
+    for change, which, value in steps:
+        replica = (
+            list(fleet.replicas.values())[which % max(1, len(fleet.replicas))] if fleet.replicas else None
+        )
+        if change == "update":
+            chosen = {line[0]: line for line in (lines[which], lines[value])} if value else {}
+            fleet.update([parse_replica(line) for line in chosen.values()])
+        elif change == "drained":
+            await asyncio.sleep(0)
+        elif replica is not None:
+            values = {
+                "health": list(Health)[value % len(Health)],
+                "draining": bool(value % 2),
+                "models": MODELS[value],
+                "ranks": tuple(range(value % 3)) or (0,),
+                "port_ranks": tuple(range(value % 3)),
+            }
+            setattr(replica, change, values[change])
+        everybody = list(fleet.replicas.values())
+        for model in (None, "m", "n", "alias", "lora", "x"):
+            assert fleet.serving(model) == Serving.of(model, everybody)
+            assert fleet.knows(model) == any(replica.may_serve(model) for replica in everybody)
+        assert fleet.streams == {stream for replica in everybody for stream in replica.streams()}
+    await fleet.close()
