@@ -16,11 +16,12 @@ from router.decision import Ask, Candidate, RandomSource, Ranked
 from router.displacement import Displacement
 from router.hints import Hints
 from router.latency import Speed
-from router.load import Load, Reservation, StreamLoad
+from router.load import Load, Reservation
 from router.patience import Patience
 from router.policies import Policy
 from router.replicas import StreamId
 from router.reported import Reported
+from router.stream_load import StreamLoad
 
 CPU_CREDIT, DISK_CREDIT = 0.5, 0.25
 """What a cached token is worth that must be fetched first, against one on the GPU."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from router.board import Row
-from router.load import IDLE, NEVER, NO_SHARE, Share, StreamLoad
 from router.replicas import StreamId
+from router.stream_load import IDLE, NEVER, NO_SHARE, Share, StreamLoad
 
 SHAPE = "qqqqqdqd"
 """Requests, tokens to prefill, requests being decoded, requests and tokens ever sent; when the first that

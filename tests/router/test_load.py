@@ -15,11 +15,11 @@ from router.load import (
     UNKNOWN_REQUEST_TOKENS,
     Load,
     Reservation,
-    StreamLoad,
 )
 from router.policies import POLICIES
 from router.replicas import StreamId
 from router.reported import Reported
+from router.stream_load import StreamLoad
 
 A, B = ("a", 0), ("b", 0)
 

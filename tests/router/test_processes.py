@@ -320,7 +320,7 @@ TELLING = """
     import os, sys, time
     from pathlib import Path
     from router import processes
-    from router.load import Share, StreamLoad
+    from router.stream_load import Share, StreamLoad
     from router.settings import RouterSettings
     from router.shares import BoardShares
 

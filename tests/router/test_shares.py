@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from router.board import USED, Table
 from router.chooser import Chooser, Subject
-from router.load import IDLE, UNKNOWN_REQUEST_TOKENS, Load, Reservation, StreamLoad
+from router.load import UNKNOWN_REQUEST_TOKENS, Load, Reservation
 from router.policies import POLICIES
 from router.replicas import StreamId
 from router.reported import Reported
 from router.shares import MOST_STREAMS, SHAPE, BoardShares
+from router.stream_load import IDLE, StreamLoad
 
 A, B = ("a", 0), ("b", 1)
 WORKERS = 3
