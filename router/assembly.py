@@ -125,7 +125,8 @@ async def router_app(
         _add_admin(router, registrar, planner, rules, _colleagues(settings, worker, probes))
         _add_models_and_route(router, doors, route)
         if settings.poll_interval_s:
-            poller = Poller(fleet, load, probes, metrics, settings.poll_interval_s, chooser.forget)
+            restarted = _both(chooser.forget, token_check.restarted)
+            poller = Poller(fleet, load, probes, metrics, settings.poll_interval_s, restarted)
             fleet.each("poll", poller.follow)
         await stack.enter_async_context(_watched(fleet, registrar, token_check))
         takers = [doors_taker(doors), certificates_taker(router, tls), keys_taker(router)]

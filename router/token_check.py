@@ -20,7 +20,7 @@ from router.fleet import Fleet
 from router.local_tokens import FORMATS, LocalTokens, Told
 from router.metrics import RouterMetrics
 from router.prompt import RequestBody, read_body
-from router.replicas import Health, Replica
+from router.replicas import Health, Replica, StreamId
 from router.token_cache import TokenCache
 from router.tokens import tokenize_request
 from router.workers import WorkersBusyError
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
 """When engines that could not be asked, and no other has answered for them, are asked again."""
+UNASKED_S = 30.0
+"""When those are that others have answered for: one that is too busy may be the one that differs."""
 
 _TEXT = "Grüße, 你好 \U0001f469\u200d\U0001f467 e\u0301 12345 \t\n\n  a_b(c) {}\u00a0 don't"
 _TOOL = {
@@ -131,6 +133,7 @@ class TokenCheck:
         self._interval_s = interval_s
         self._clock = clock
         self._up: set[tuple[str, str | None]] = set()
+        self._unasked: set[str] = set()
         self._woken = asyncio.Event()
         self._throttled = Throttled(log, clock)
         self._task: asyncio.Task[None] | None = None
@@ -157,6 +160,13 @@ class TokenCheck:
         self._up = up
         self.wake()
 
+    def restarted(self, stream: StreamId) -> None:
+        """The stream's engine is another process, though it was never seen to be away."""
+        replica = self._fleet.replicas.get(stream[0])
+        if replica is not None:
+            self._doubt(replica)
+            self.wake()
+
     def told(self) -> list[Told]:
         """The local tokenizers, for people."""
         return self._local.told()
@@ -180,10 +190,11 @@ class TokenCheck:
             if everything:
                 all_at = self._clock() + self._interval_s
             for model in self._local.models():
-                if everything or self._local.state(model) == "unchecked":
+                if everything or self._local.state(model) == "unchecked" or model in self._unasked:
                     await self._check_safely(model)
             unsure = any(self._local.state(model) == "unchecked" for model in self._local.models())
-            await self._pause(min(RETRY_S, self._interval_s) if unsure else max(0.0, all_at - self._clock()))
+            soon_s = RETRY_S if unsure else UNASKED_S if self._unasked else self._interval_s
+            await self._pause(min(soon_s, max(0.0, all_at - self._clock())))
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -214,10 +225,13 @@ class TokenCheck:
             return
         answers = await asyncio.gather(*(self._answers(replica, bodies) for replica in replicas))
         media = compare_media(made_media, await self._media_answers(media_body, replicas))
+        self._unasked.discard(model)
         agreeing: set[ContentFormat] = set(FORMATS)
         compared = 0
         for replica, answered in zip(replicas, answers, strict=True):
             if isinstance(answered, Fallback):
+                if answered is not fallback.TOKENIZE_MISSING:
+                    self._unasked.add(model)
                 self._metrics.tokenizer_checks.labels(model, "not-asked").inc()
                 continue
             result = compare(made, answered)

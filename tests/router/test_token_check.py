@@ -17,6 +17,7 @@ from aiohttp import web
 
 transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
+from router import token_check  # noqa: E402
 from router.conversation import ContentFormat, InexactError, read_chat  # noqa: E402
 from router.local_tokenizer import LocalTokenizer  # noqa: E402
 from router.prompt import read_body  # noqa: E402
@@ -167,6 +168,37 @@ async def test_ix09_an_engine_that_comes_back_with_another_tokenizer_is_noticed_
     await kit.wait_until(lambda: router.parts.fleet.replicas["e0"].health == "up", "the engine is back")
     await router.complete("quite other words")
     assert lookup.asked.pop()[1] == array("I", theirs.ids({"prompt": "quite other words"}))
+    await kit.wait_until(lambda: state(router) == "differs", "the difference is seen")
+
+
+async def test_ix09_an_engine_that_could_not_be_asked_is_asked_again_though_another_agrees(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, other = True, Tokenize(folders["two"])
+
+    async def tokenize(request: web.Request) -> web.Response:
+        return web.Response(status=503) if busy else await other(request)
+
+    monkeypatch.setattr(token_check, "UNASKED_S", 0.02)
+    engines = await start_engine(tokenize=Tokenize(folders["one"])), await start_engine(tokenize=tokenize)
+    router = await start_router(*engines, tokenizer=(f"m={folders['one']}",))
+    await kit.wait_until(lambda: state(router) == "agrees", "one of them was compared")
+    busy = False
+    await kit.wait_until(lambda: state(router) == "differs", "the other one is seen to differ")
+
+
+async def test_ix09_an_engine_that_is_another_process_is_noticed_though_it_was_never_away(
+    kit: Any, start_engine: Any, start_router: Any, folders: dict[str, str]
+) -> None:
+    theirs, said = Tokenize(folders["one"]), b"vllm:num_requests_running 0\nprocess_start_time_seconds %d\n"
+    engine = await start_engine(tokenize=theirs)
+    engine.metrics = said % 1
+    router = await start_router(engine, tokenizer=(f"m={folders['one']}",), poll_interval_s=0.1)
+    replica = router.parts.fleet.replicas["e0"]
+    await kit.wait_until(lambda: replica.process_started == 1, "it has said when it was started")
+    await kit.wait_until(lambda: state(router) == "agrees", "the tokenizers were compared")
+    theirs.use(folders["two"])
+    engine.metrics = said % 2
     await kit.wait_until(lambda: state(router) == "differs", "the difference is seen")
 
 
