@@ -9,7 +9,8 @@ from aiohttp.http import HttpResponseParser, RawResponseMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDictProxy
 
-SWITCHING_PROTOCOLS = 101
+from router.upstream import SWITCHING_PROTOCOLS
+
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 """What ends a head: the parser takes lines without a carriage return, too."""
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")

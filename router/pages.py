@@ -6,6 +6,7 @@ of what a request cost (docs/benchmarks.md).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from router.headers import EXPECT
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 READING = ("GET", "HEAD")
+_SEPARATORS = re.compile(r"/|\\|%2[fF]")
 
 
 class Pages:
@@ -51,8 +53,24 @@ class Pages:
         if page is not None and method in READING:
             return page
         for prefix, handler in self._below:
-            if path.startswith(prefix):
+            if path.startswith(prefix) and not (".." in path and _leads_out(path[len(prefix) :])):
                 return handler
         if page is None:
             raise web.HTTPNotFound
         raise web.HTTPMethodNotAllowed(method, READING)
+
+
+def _leads_out(below: str) -> bool:
+    """Whether what stands below a prefix leads above it. It is passed on as it came, and the engine's web
+    server, or a proxy in front of it, may resolve ``..``, in any of these spellings, and serve what is there.
+    """
+    depth = 0
+    for segment in _SEPARATORS.split(below):
+        name = segment.partition(";")[0]
+        if name == "..":
+            depth -= 1
+        elif name not in ("", "."):
+            depth += 1
+        if depth < 0:
+            return True
+    return False

@@ -49,13 +49,12 @@ from router.replicas import Replica
 from router.retries import RetryBudget, RetryRules
 from router.tap import Recorder
 from router.tracing import Tracing, describe_decision, describe_request
-from router.upstream import Upstream, UpstreamAnswer
+from router.upstream import Upstream, UpstreamAnswer, check_head
 from router.waitlist import Waitlist
 
 log = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-SWITCHING_PROTOCOLS = 101
 SERVER_ERRORS = frozenset(range(500, 600)) - {501, 505}
 """Those that another replica may not give; 501 and 505 are about the request."""
 PROMPT_PATHS = frozenset({CHAT_PATH, COMPLETIONS_PATH})
@@ -321,9 +320,11 @@ class Route:
         url = replica.url + _target(request)
         try:
             answer = await self._upstream.send(request.method, url, headers, sent, fresh=journey.stale)
-            if answer.status == SWITCHING_PROTOCOLS:
+            try:
+                check_head(answer)
+            except UpstreamError:
                 answer.close()
-                raise UpstreamError("it switches protocols, which nobody asked for")
+                raise
             return answer
         except ConnectTimeoutError as error:
             raise AttemptFailedError(name, CONNECT_TIMEOUT, str(error)) from error

@@ -23,10 +23,12 @@ from router.errors import (
     UpstreamError,
     UpstreamTimeoutError,
 )
+from router.headers import TRANSFER_ENCODING
 
 READ_BUFFER_BYTES = 256 * 1024
 """So much of an answer is held while nobody takes it, before the engine has to wait."""
 DNS_TTL_S = 10
+SWITCHING_PROTOCOLS = 101
 NO_TRAILERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
 
 Taker = Callable[[bytes], bool]
@@ -54,6 +56,23 @@ class UpstreamAnswer(Protocol):
     def close(self) -> None:
         """Lets the connection go: kept if the body was read to its end, else closed. May be called twice."""
         ...
+
+
+def check_head(answer: UpstreamAnswer) -> None:
+    """Raises UpstreamError for a head that aiohttp's parser takes and that a client could read in another
+    way: a status that is none, a name with a blank behind it (RFC 9112, section 5.1), a transfer coding other
+    than chunked, which we would have to undo.
+    """
+    if answer.status == SWITCHING_PROTOCOLS:
+        raise UpstreamError("it switches protocols, which nobody asked for")
+    if answer.status < 200:
+        raise UpstreamError(f"an answer that is no HTTP: status {answer.status}")
+    names = "\n".join(answer.headers)
+    if " " in names or "\t" in names:
+        raise UpstreamError("an answer that is no HTTP: a blank in the name of a header")
+    for coding in answer.headers.getall(TRANSFER_ENCODING, ()):
+        if coding.strip().lower() != "chunked":
+            raise UpstreamError("an answer in a transfer coding that is not chunked")
 
 
 class Upstream(Protocol):

@@ -242,6 +242,30 @@ async def test_px10_a_replica_that_switches_protocols_unasked_is_no_answer(start
         assert router.idle()
 
 
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKS = b"5\r\nhello\r\n0\r\n\r\n"
+TWO_WAYS = {
+    "a blank before the colon": OK + b"Content-Length : 5\r\n\r\nhello",
+    "a coding beside chunked": OK + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + CHUNKS,
+    "a coding and no chunks": OK + b"Transfer-Encoding: gzip\r\n\r\nhello",
+    "a coding that is none": OK + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKS,
+    "a status of 0": b"HTTP/1.1 000 OK\r\nContent-Length: 5\r\n\r\nhello",
+    "a status of 99": b"HTTP/1.1 099 OK\r\nContent-Length: 5\r\n\r\nhello",
+}
+
+
+@pytest.mark.parametrize("answer", TWO_WAYS.values(), ids=TWO_WAYS.keys())
+async def test_px10_an_answer_that_a_client_could_read_in_another_way_is_a_502(
+    start_router: Any, answer: bytes
+) -> None:
+    async with await answering_raw(answer, closes=True) as server:
+        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        got = await exchange(router, HEAD + b"Content-Length: 0\r\n\r\n")
+        assert got.statuses == [502]
+        assert b"hello" not in got.content
+        assert router.idle()
+
+
 async def test_px10_answers_have_the_same_limits_of_headers(start_router: Any) -> None:
     many = b"".join(b"X-%d: 1\r\n" % number for number in range(200))
     async with await answering_raw(b"HTTP/1.1 200 OK\r\n" + many + b"Content-Length: 0\r\n\r\n") as server:

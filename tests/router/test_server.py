@@ -99,7 +99,9 @@ async def test_an_expectation_that_nobody_can_meet_is_told_in_openais_shape(
     assert headers["x-warmroute-reason"] == "expectation failed"
 
 
-@pytest.mark.parametrize("target", [b"/v1/x?", b"/v1//x/../y?a=b?c", b"/v1/%7euser;a=1?&&"])
+@pytest.mark.parametrize(
+    "target", [b"/v1/x?", b"/v1//x/../y?a=b?c", b"/v1/%7euser;a=1?&&", b"/v1/files/a..b?../.."]
+)
 async def test_px16_a_target_arrives_as_it_was_asked_for(
     start_engine: Any, start_router: Any, target: bytes
 ) -> None:
@@ -107,6 +109,23 @@ async def test_px16_a_target_arrives_as_it_was_asked_for(
     router = await start_router(engine)
     status, _, _ = await answer_to(router, post(line=b"POST %s HTTP/1.1" % target))
     assert (status, engine.requests[-1].raw_path) == (200, target.decode())
+
+
+@pytest.mark.parametrize(
+    "below",
+    [
+        *(b"../metrics", b"x/../../metrics", b"./../metrics", b"/../metrics", b".."),
+        *(b"%2e%2e/metrics", b".%2E/metrics", b"..%2fmetrics", b"x%2f..%2F../metrics", b"..;a=1/metrics"),
+        b"..\\metrics",
+    ],
+)
+async def test_px16_no_path_leads_out_of_v1_at_an_engine(
+    start_engine: Any, start_router: Any, below: bytes
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    status, _, _ = await answer_to(router, post(line=b"POST /v1/%s HTTP/1.1" % below))
+    assert (status, engine.generated) == (404, 0)
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/responses/a%2Fb?x=%20&y"])
