@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 from msgspec import Raw
 
+from events.unreachable import why
 from indexer.errors import IndexerAnswerError, IndexerUnreachableError
 from indexer.outcome import Outcome
 from indexer.reader import Matched
@@ -129,8 +130,9 @@ class IndexerClient:
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = str(error) or type(error).__name__
-            raise IndexerUnreachableError(f"no answer from the indexer at {self.url}: {why}") from error
+            raise IndexerUnreachableError(
+                f"no answer from the indexer at {self.url}: {why(error)}"
+            ) from error
         if response.status >= 400:
             text = answer[:200].decode("utf-8", "replace")
             raise IndexerAnswerError(

@@ -20,6 +20,7 @@ from aiohttp import web
 from msgspec import Raw
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from events.unreachable import why
 from indexer.api import QueryApi, answer, errors_as_json, parse
 from indexer.debug import DebugApi, recorded
 from indexer.dump import DumpApi
@@ -198,8 +199,7 @@ class Front:
             async with self._session.request(method, url + path, data=body, timeout=timeout) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            why = str(error) or type(error).__name__
-            raise ShardDownError(f"shard {number} does not answer: {why}") from error
+            raise ShardDownError(f"shard {number} does not answer: {why(error)}") from error
 
     # what concerns all
 

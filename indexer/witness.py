@@ -17,6 +17,7 @@ from events.engine_metrics import EngineMetrics, read_engine_metrics
 from events.inbox import StreamId
 from events.logs import Throttled
 from events.names import NameResolver
+from events.unreachable import why
 from indexer.errors import IndexerError
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
@@ -121,8 +122,7 @@ class Witness:
             pause = ASK_EVERY_S
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             self.failures += 1
-            why = str(error) or type(error).__name__
-            self._throttled.warning(url, "%s does not say when it started: %s", url, why)
+            self._throttled.warning(url, "%s does not say when it started: %s", url, why(error))
         for stream in streams:
             if stream in self._turns:
                 self._turns[stream].due = asked + pause

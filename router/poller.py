@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import aiohttp
 
 from events.logs import Throttled
+from events.unreachable import why
 from router.fleet import Fleet
 from router.load import Load
 from router.metrics import RouterMetrics
@@ -78,8 +79,9 @@ class Poller:
 
     def _failed(self, replica: Replica, reason: str, error: Exception) -> None:
         self._metrics.polls_failed.labels(replica.name, reason).inc()
-        why = str(error) or type(error).__name__
-        self._throttled.warning(replica.name, "replica %s does not say its load: %s", replica.name, why)
+        self._throttled.warning(
+            replica.name, "replica %s does not say its load: %s", replica.name, why(error)
+        )
 
     async def _read(self, replica: Replica) -> bytes:
         url = replica.url + "/metrics"

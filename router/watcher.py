@@ -10,6 +10,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
+from events.unreachable import why
 from router.introduction import DiscoveryError, read_event_sources, read_models
 from router.replicas import Health, Replica
 
@@ -96,7 +97,7 @@ class Watcher:
                 self._judge(Health.DOWN, f"/health did not answer {self._timeouts} times in a row")
             return
         except (aiohttp.ClientError, OSError) as error:
-            self._judge(Health.DOWN, f"/health: {error or type(error).__name__}")
+            self._judge(Health.DOWN, f"/health: {why(error)}")
             return
         # An engine without /health answers 404: it is there.
         if status < 500:
