@@ -11,11 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from simulator.fleet import Shape
-from simulator.replay import Replayed, replay
+from simulator.replay import POOLED, Replayed, replay
 from simulator.trace import Traced
 
 SHOW_EVERY = 100
 SHOW_AFTER_S = 2.0
+BLIND = ("least-loaded", "round-robin", "random")
+"""Policies that look at no cache: what the others are measured against."""
+WORTH = 0.95
+"""A policy that leaves more than this share of the prompt tokens to compute, and of the mean TTFT, gains
+nothing that one would notice.
+"""
 
 
 def compare(
@@ -59,6 +65,43 @@ def table_of(results: dict[str, Replayed], title: str) -> Table:
     return table
 
 
+def verdict(results: dict[str, Replayed]) -> list[str]:
+    """What the numbers say, in sentences: whether looking at caches is worth it, and whether the fleet is too
+    small for any of it to count.
+    """
+    said = []
+    blind = _quickest({name: one for name, one in results.items() if name in BLIND})
+    aware = _quickest({name: one for name, one in results.items() if name not in (*BLIND, POOLED)})
+    if blind and aware:
+        said.append(_comparison(aware, results[aware], blind, results[blind]))
+    drowned = [name for name, one in results.items() if one.busy > 1]
+    if drowned:
+        said.append(
+            f"Overloaded with {', '.join(drowned)}: requests come faster than the replicas compute prompts, "
+            "so the times are those of a queue that only grows. Give more --replicas, or a higher "
+            "--prefill-rate."
+        )
+    return said
+
+
+def _quickest(results: dict[str, Replayed]) -> str | None:
+    return min(results, key=lambda name: results[name].ttft_mean_s, default=None)
+
+
+def _comparison(aware: str, one: Replayed, blind: str, other: Replayed) -> str:
+    computed = (1 - one.hit_rate) / (1 - other.hit_rate) if other.hit_rate < 1 else 1.0
+    waited = one.ttft_mean_s / other.ttft_mean_s
+    numbers = (
+        f"{aware} leaves {computed:.2f} times the prompt tokens of {blind} to compute, and its mean TTFT is "
+        f"{waited:.2f} times as long."
+    )
+    if min(computed, waited) > WORTH:
+        return f"Not worth it here: {numbers} {blind} will do."
+    return numbers
+
+
 def _duration(seconds: float) -> str:
     """As many digits as say something, so that a table of overloaded fleets fits 80 columns too."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.1f} ms"
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"

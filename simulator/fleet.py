@@ -59,8 +59,17 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingsError(f"decode_rate {self.decode_rate}: must be a number above 0")
         if self.cache_tokens < BLOCK_TOKENS:
             raise SettingsError(f"cache_tokens {self.cache_tokens}: a block of the trace is {BLOCK_TOKENS}")
-        if not 0 <= self.event_delay_s < float("inf"):
-            raise SettingsError(f"event_delay_s {self.event_delay_s}: must be 0 or more")
+        for name in ("event_delay_s", "restart_at_s", "added_at_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 <= seconds < float("inf"):
+                raise SettingsError(f"{name} {seconds}: must be 0 or more")
+
+    def check_times(self, last_s: float) -> None:
+        """Raises SettingsError for what would happen when all requests of a trace have come, to no effect."""
+        for name in ("restart_at_s", "added_at_s"):
+            at_s = getattr(self, name)
+            if at_s is not None and at_s > last_s:
+                raise SettingsError(f"{name} {at_s:g}: the last request of the trace comes at {last_s:g} s")
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -137,6 +146,8 @@ class FleetRun:
 
     def __init__(self, shape: Shape, policy: Policy, trace: Sequence[Traced]) -> None:
         shape.check()
+        if all(request.session is None for request in trace):
+            shape.check_times(max((request.at_s for request in trace), default=0.0))
         self._shape = shape
         self._policy = policy
         self._trace = trace

@@ -22,7 +22,8 @@ POOLED = "pooled"
 
 class Replayed(msgspec.Struct, frozen=True):
     """One policy's run. ``hit_rate`` is cached tokens by prompt tokens; ``load_max_over_mean`` the longest
-    time that a replica computed prompts, by the mean of all.
+    time that a replica computed prompts, by the mean of all. ``busy`` is that mean by the time in which the
+    requests came: above 1 the fleet does not keep up. 0 where all came at once.
     """
 
     requests: int
@@ -31,6 +32,7 @@ class Replayed(msgspec.Struct, frozen=True):
     ttft_p95_s: float
     ttft_p99_s: float
     load_max_over_mean: float
+    busy: float
 
 
 def load_trace(name: str, seed: int = 0, *, spread_out: bool = False) -> list[Traced]:
@@ -61,7 +63,8 @@ def replay(
 def measured(run: Run) -> Replayed:
     """The numbers of a run."""
     loads = run.computed_s.values()
-    return _replayed(run.served, max(loads) / statistics.fmean(loads))
+    mean = statistics.fmean(loads)
+    return _replayed(run.served, max(loads) / mean, mean)
 
 
 def pooled(trace: Sequence[Traced], shape: Shape) -> Replayed:
@@ -77,11 +80,14 @@ def pooled(trace: Sequence[Traced], shape: Shape) -> Replayed:
         served.append(Served(POOLED, request.at_s, ttft_s, request.prompt_tokens, cached))
         cache.hold(request.full_blocks)
         cache.release(request.full_blocks)
-    return _replayed(served, 1.0)
+    return _replayed(served, 1.0, sum(one.ttft_s for one in served) / shape.replicas)
 
 
-def _replayed(served: Sequence[Served], load_max_over_mean: float) -> Replayed:
+def _replayed(served: Sequence[Served], load_max_over_mean: float, computed_s: float) -> Replayed:
+    """``computed_s``: how long a replica computed prompts, in the mean."""
     times = sorted(one.ttft_s for one in served)
+    came = [one.at_s for one in served]
+    lasted_s = max(came) - min(came)
     return Replayed(
         requests=len(times),
         hit_rate=sum(s.cached_tokens for s in served) / sum(s.prompt_tokens for s in served),
@@ -89,4 +95,5 @@ def _replayed(served: Sequence[Served], load_max_over_mean: float) -> Replayed:
         ttft_p95_s=times[int(0.95 * len(times))],
         ttft_p99_s=times[int(0.99 * len(times))],
         load_max_over_mean=load_max_over_mean,
+        busy=computed_s / lasted_s if lasted_s else 0.0,
     )

@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from simulator.comparison import table_of
+from simulator.comparison import table_of, verdict
 from simulator.fleet import Shape
 from simulator.replay import Replayed, replay
-from simulator.trace import read_trace, spread
+from simulator.trace import Traced, read_trace, spread
 from warmroute import main
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_conversation_trace.jsonl"
@@ -22,6 +22,7 @@ NUMBERS = {
     "ttft_p95_s",
     "ttft_p99_s",
     "load_max_over_mean",
+    "busy",
 }
 
 
@@ -49,6 +50,7 @@ def test_a_row_of_an_overloaded_fleet_is_one_line_of_80_columns() -> None:
         ttft_p95_s=13297.03,
         ttft_p99_s=99.99,
         load_max_over_mean=1.03,
+        busy=1.7,
     )
     terminal = Console(width=80, file=io.StringIO())
     terminal.print(table_of({"least-loaded": one}, "title"))
@@ -56,11 +58,53 @@ def test_a_row_of_an_overloaded_fleet_is_one_line_of_80_columns() -> None:
     assert ["least-loaded", "123,456", "44.3", "%", "1,373", "s", "13,297", "s", "99.99", "s", "1.03"] in rows
 
 
+def numbers(hit_rate: float, ttft_mean_s: float, busy: float = 0.5) -> Replayed:
+    return Replayed(
+        requests=1,
+        hit_rate=hit_rate,
+        ttft_mean_s=ttft_mean_s,
+        ttft_p95_s=1.0,
+        ttft_p99_s=1.0,
+        load_max_over_mean=1.0,
+        busy=busy,
+    )
+
+
+def test_what_gains_nothing_is_said_to_be_not_worth_it() -> None:
+    alike = verdict(
+        {"cache-aware": numbers(0.31, 0.98), "round-robin": numbers(0.1, 3), "random": numbers(0.3, 1)}
+    )
+    assert alike[0].startswith("Not worth it here: cache-aware leaves 0.99 times the prompt tokens of random")
+    for gains in (numbers(0.6, 0.98), numbers(0.31, 0.5)):
+        assert verdict({"cache-aware": gains, "random": numbers(0.3, 1)})[0].startswith("cache-aware leaves")
+    assert verdict({"cache-aware": numbers(0.9, 1), "pooled": numbers(1, 1)}) == []
+    assert verdict({"session": numbers(1, 1), "random": numbers(1, 1)})[0].startswith("Not worth it here")
+
+
+def test_times_of_a_fleet_that_does_not_keep_up_are_said_to_mean_little() -> None:
+    shape = Shape(replicas=2, prefill_rate=1000.0)
+    trace = [
+        Traced(at_s=float(n), prompt_tokens=1024, answer_tokens=1, blocks=(2 * n, 2 * n + 1))
+        for n in range(9)
+    ]
+    slow, quick = (replay(trace, "random", Shape(replicas=2, prefill_rate=rate)) for rate in (500, 5000))
+    assert slow.busy == pytest.approx(9 * 1024 / 500 / 2 / 8)
+    assert replay(trace, "pooled", shape).busy == pytest.approx(9 * 1024 / 1000 / 2 / 8)
+    assert verdict({"random": slow})[0].startswith("Overloaded with random: ")
+    assert verdict({"random": quick}) == []
+    assert replay(trace[:1], "random", shape).busy == 0
+
+
 def test_replay_refuses_in_one_line(tmp_path: Path) -> None:
     for arguments, complaint in (
         (["workload:none"], "unknown workload 'none'"),
         ([str(tmp_path / "none")], "cannot read the trace"),
         (["workload:rag", "--policy", "none"], "unknown --policy 'none'"),
+        (["workload:rag", "--added-at-s", "-1"], "added_at_s -1.0: must be 0 or more"),
+        (
+            ["workload:rag", "--restart-at-s", "1e6"],
+            "restart_at_s 1e+06: the last request of the trace comes",
+        ),
     ):
         result = CliRunner().invoke(main, ["replay", *arguments])
         assert result.exit_code == 2
