@@ -1,7 +1,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install demo test lint bench clean
+.PHONY: help install demo test lint bench clean
+
+help:  ## What can be made
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 10
 
 install: .venv/installed  ## Makes the environment in .venv
 
@@ -34,5 +37,5 @@ bench: .venv/tested  ## Benchmarks; see docs/benchmarks.md
 	WARMROUTE_PEER_PYTHON=$(WARMROUTE_PEER_PYTHON) $(BIN)/python -m pytest tests/bench \
 		--override-ini=norecursedirs=data --timeout=900 -s
 
-clean:
+clean:  ## Takes away the environment and what tools left behind
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
