@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import signal
 import tomllib
 import types
@@ -31,6 +32,7 @@ from indexer.settings import IndexerSettings
 from router.errors import RouterError
 from router.errors import SettingsError as RouterSettingsError
 from router.processes import Worker, Workers
+from router.rules import Rule
 from router.settings import RouterSettings
 from simulator.errors import SimulatorError
 from simulator.settings import EngineSettings
@@ -174,10 +176,34 @@ def _read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise StartError(f"cannot read --config {path}: {error.strerror}") from error
     except msgspec.ValidationError as error:
-        raise StartError(f"--config {path}: {error} (`$` is the file)") from error
+        raise StartError(f"--config {path}: {error} (`$` is the file){_hint(str(error), tables)}") from error
     except ValueError as error:
         raise StartError(f"--config {path} is no TOML: {error}") from error
     return tables
+
+
+def _hint(error: str, tables: dict[str, Any]) -> str:
+    """What a validation error leaves out: the value that is of the wrong type, or what may have been meant by
+    a key that does not exist, and where to read what there is.
+    """
+    section, *rest = re.findall(r"[.]([a-z_]+)", error.partition(" - at `$")[2]) or [""]
+    found = re.search(r"unknown field `(.*?)`", error)
+    if found is None:
+        value: Any = tables.get(section, {})
+        for key in rest:
+            value = value.get(key) if isinstance(value, dict) else None
+        return f"; it says {value!r}" if rest and value is not None else ""
+    if not section:
+        known, where = list(SECTIONS), ""
+    elif rest:  # inside of a rule
+        known, where = [field.name for field in msgspec.structs.fields(Rule)], ""
+    else:
+        known = [field.name for field in msgspec.structs.fields(SECTIONS[section])]
+        where = f"; `warmroute {section} --help` lists them"
+    meant = difflib.get_close_matches(found[1].lower().replace("-", "_"), known, n=1)
+    if meant:
+        return f"; is {meant[0]!r} meant?"
+    return where or f"; known are {', '.join(known)}"
 
 
 def _run(service: str, name: str, values: dict[str, Any], **more: Any) -> None:
@@ -232,7 +258,11 @@ def _warn_of_misspelt_variables() -> None:
 
 
 @click.group(
-    context_settings={"auto_envvar_prefix": PREFIX.rstrip("_"), "help_option_names": ["-h", "--help"]},
+    context_settings={
+        "auto_envvar_prefix": PREFIX.rstrip("_"),
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 120,
+    },
 )
 @click.version_option(__version__, prog_name="warmroute")
 @click.option(
@@ -260,6 +290,7 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
         indexing = tables.get("indexer", {})
         keys = {name: indexing[name] for name in CURVE_FIELDS if name in indexing}
         looked_at = {name: routing[name] for name in ("replica", "indexer") if name in routing}
+        looked_at |= {"folder": routing["map"]} if "map" in routing else {}
         context.default_map = {**tables, "record": routing | keys, "doctor": looked_at | keys}
 
 
@@ -400,9 +431,10 @@ def _reread(context: click.Context, values: dict[str, Any], path: Path | None) -
 @main.command()
 @click.argument("name", type=click.Path(path_type=Path), metavar="NAME")
 def keygen(name: Path) -> None:
-    """Makes CURVE keys for events: NAME.key to give away, and NAME.key_secret (mode 0600) to keep.
+    """Makes CURVE keys for events.
 
-    For `warmroute indexer --curve-key`, and for what publishes: a proxy beside each engine.
+    NAME.key is to give away, NAME.key_secret (mode 0600) to keep. They are for
+    `warmroute indexer --curve-key`, and for what publishes: a proxy beside each engine.
     """
     from events.curve import write_pair  # noqa: PLC0415
 
@@ -416,7 +448,11 @@ def keygen(name: Path) -> None:
 @main.command()
 @settings_options(EngineSettings)
 def engine(**values: Any) -> None:
-    """Simulates a vLLM replica without a GPU: its cache, its events, its HTTP API."""
+    """Simulates a vLLM replica without a GPU.
+
+    It has a cache, events and an HTTP API as vLLM has them; its answers are made-up words. To play with, and
+    to try a set-up before it gets a model.
+    """
     _run("simulator.engine", "engine", values)
 
 
@@ -426,6 +462,13 @@ def engine(**values: Any) -> None:
 )
 @click.option("--indexer", metavar="URL", help="The indexer: what it says of the replicas is looked at too.")
 @click.option(
+    "--map",
+    "folder",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The map that a router on this host reads; its indexer is asked, unless --indexer names one.",
+)
+@click.option(
     "--wait-s",
     type=click.FloatRange(min=0.0),
     default=5.0,
@@ -434,17 +477,25 @@ def engine(**values: Any) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @settings_options(IndexerSettings, CURVE_FIELDS)
-def doctor(replica: tuple[str, ...], indexer: str | None, wait_s: float, as_json: bool, **keys: Any) -> None:
+def doctor(
+    replica: tuple[str, ...],
+    indexer: str | None,
+    folder: Path | None,
+    wait_s: float,
+    as_json: bool,
+    **keys: Any,
+) -> None:
     """Says why no events come of a replica, or that all is well.
 
-    Looks at its HTTP API and metrics, its event and replay ports, listens to its events, and asks the
-    indexer. Changes nothing. Exits with 1 if something is wrong.
+    Looks at its HTTP API and metrics, its event and replay ports, listens to its events, reads the map, and
+    asks the indexer. With --config it looks at what [router] says there. Changes nothing. Exits with 1 if
+    something is wrong.
     """
     _quiet()
-    if not replica and indexer is None:
-        raise StartError("give --replica LINE, --indexer URL, or both")
+    if not replica and indexer is None and folder is None:
+        raise StartError("give --replica LINE, --indexer URL, --map DIR, or a --config file with a [router]")
     try:
-        findings = asyncio.run(_examine(replica, indexer, wait_s, _curve(keys)))
+        findings = asyncio.run(_examine(replica, indexer, folder, wait_s, _curve(keys)))
     except ERRORS as error:
         raise StartError(str(error)) from error
     if as_json:
@@ -462,21 +513,24 @@ def _curve(keys: dict[str, Any]) -> Any:
     return read_curve(*(keys[name] for name in CURVE_FIELDS))
 
 
-async def _examine(lines: tuple[str, ...], indexer: str | None, wait_s: float, curve: Any) -> list[Any]:
+async def _examine(
+    lines: tuple[str, ...], indexer: str | None, folder: Path | None, wait_s: float, curve: Any
+) -> list[Any]:
     import aiohttp  # noqa: PLC0415
 
     from events.names import NameResolver  # noqa: PLC0415
-    from router.doctor import examine  # noqa: PLC0415
+    from router.doctor import examine, of_map  # noqa: PLC0415
     from router.replicas import checked_url, parse_replicas  # noqa: PLC0415
 
     specs = parse_replicas(lines)
     if indexer is not None:
         checked_url("--indexer", indexer)
+    of_folder, kept_by = of_map(folder) if folder is not None else (None, None)
     with Console(stderr=True).status(Text(f"looking, and listening for {wait_s:g} s")):
         connector = aiohttp.TCPConnector(resolver=NameResolver())
         async with aiohttp.ClientSession(connector=connector) as session:
-            looks = examine(specs, indexer, session, wait_s=wait_s, curve=curve)
-            return [finding async for finding in looks]
+            looks = examine(specs, indexer or kept_by, session, wait_s=wait_s, curve=curve)
+            return [finding async for finding in looks] + ([] if of_folder is None else [of_folder])
 
 
 def _print_findings(findings: list[Any]) -> None:
@@ -500,7 +554,7 @@ def _print_findings(findings: list[Any]) -> None:
 @settings_options(IndexerSettings, CURVE_FIELDS)
 @settings_options(RouterSettings)
 def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
-    """Records what engines publish, and the requests sent through it, for `warmroute verify`.
+    """Records events and requests, for `warmroute verify`.
 
     A router that writes down: send requests to --listen, end with Ctrl-C. The file holds prompts, answers and
     tokens as they are; only its owner may read it (mode 0600).
@@ -573,7 +627,11 @@ def _print_verdicts(verdicts: list[Any]) -> None:
 @click.option("--json", "as_json", is_flag=True, help="End with one line of JSON.")
 @click.option("--seed", default=0, show_default=True, help="Of the traffic; the same for every policy.")
 def demo(as_json: bool, seed: int) -> None:
-    """Shows prefix-aware routing beside round robin, on simulated engines on this machine."""
+    """Shows what cache-aware routing gains, on simulated engines.
+
+    Takes about a minute and free ports of this machine; starts four engines, the indexer and the router for
+    each policy, and leaves nothing behind.
+    """
     from simulator.demo import demo as run_demo  # noqa: PLC0415
     from simulator.workload import Shape  # noqa: PLC0415
 
@@ -595,9 +653,19 @@ def demo(as_json: bool, seed: int) -> None:
     show_default=True,
     help="Policies, separated by commas; `pooled` is the limit: one cache as large as all, and no load.",
 )
-@click.option("--replicas", default=8, show_default=True)
-@click.option("--cache-tokens", default=1_000_000, show_default=True, help="Of each replica.")
-@click.option("--prefill-rate", default=4700.0, show_default=True, help="Tokens/s of each replica.")
+@click.option("--replicas", default=8, show_default=True, help="How many there are.")
+@click.option(
+    "--cache-tokens",
+    default=1_000_000,
+    show_default=True,
+    help="Of each replica: `GPU KV cache size` in the log of vLLM.",
+)
+@click.option(
+    "--prefill-rate",
+    default=4700.0,
+    show_default=True,
+    help="Prompt tokens/s of each replica when nothing else runs.",
+)
 @click.option(
     "--decode-rate",
     type=float,
@@ -619,12 +687,13 @@ def demo(as_json: bool, seed: int) -> None:
 @click.option("--seed", default=0, show_default=True, help="Of chance, and of a made-up workload.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 def replay(trace: str, policies: str, spread: bool, seed: int, as_json: bool, **shape: Any) -> None:
-    """Replays TRACE over a simulated fleet, on virtual time, with the router's own code.
+    """Compares policies on a trace, with a simulated fleet.
 
-    TRACE is a file in Mooncake's format, or made-up traffic: workload:chats, workload:rag, workload:agents,
+    On virtual time, with the router's own code. Says when knowing caches is not worth it. TRACE is a file in
+    Mooncake's format, or made-up traffic: workload:chats, workload:rag, workload:agents,
     workload:nothing-shared, workload:one-prefix.
     """
-    from simulator.comparison import compare, table_of  # noqa: PLC0415
+    from simulator.comparison import compare, table_of, verdict  # noqa: PLC0415
     from simulator.fleet import Shape  # noqa: PLC0415
     from simulator.replay import load_trace  # noqa: PLC0415
 
@@ -637,7 +706,10 @@ def replay(trace: str, policies: str, spread: bool, seed: int, as_json: bool, **
     if as_json:
         click.echo(msgspec.json.encode(results))
     else:
-        Console().print(table_of(results, f"{trace}, {shape['replicas']} replicas"))
+        console = Console(markup=False, highlight=False)
+        console.print(table_of(results, f"{trace}, {shape['replicas']} replicas"))
+        for sentence in verdict(results):
+            console.print(sentence)
 
 
 @main.command()
@@ -659,7 +731,9 @@ def config(context: click.Context, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows))
         return
-    table = Table("setting", "value", "from")
+    table = Table()
+    for name in ("setting", "value", "from"):
+        table.add_column(name, overflow="fold")
     for row in rows:
         value = row["value"]
         shown = (

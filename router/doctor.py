@@ -11,6 +11,8 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
@@ -23,6 +25,10 @@ from events.names import look_up
 from events.schema import BlockStored, PayloadError, decode
 from events.stream import Frame, Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
+from events.unreachable import why
+from indexer.errors import IndexerError
+from indexer.reader import HEARTBEAT_LIMIT_S
+from indexer.shard_reader import open_map
 from router.introduction import DiscoveryError, read_event_sources, read_models
 from router.replicas import BIND, EventSource, ReplicaSpec, configured_sources
 
@@ -151,8 +157,8 @@ class _Examination:
         try:
             status, _ = await self._web.get("/health")
         except _UNREACHABLE as error:
-            why = str(error) or type(error).__name__
-            self._say("http", "bad", f"no answer at {self._spec.url}: {why}", "start it, or correct its URL")
+            found = f"no answer at {self._spec.url}: {why(error)}"
+            self._say("http", "bad", found, "start it, or correct its URL")
             return False
         if status >= 500:
             self._say("http", "bad", f"/health answered {status}", "the engine is ill: see its log")
@@ -165,13 +171,19 @@ class _Examination:
             status, body = await self._web.get("/v1/models")
             if status != 200:
                 raise DiscoveryError(f"/v1/models answered {status}")
-            models = read_models(body, self._spec.model)
+            models = read_models(body)
         except (DiscoveryError, *_UNREACHABLE) as error:
             fix = "the router cannot know what it serves: give model=NAME"
-            self._say("models", "bad", str(error) or type(error).__name__, fix)
+            self._say("models", "bad", why(error), fix)
+            return
+        served = (models.model, *models.aliases)
+        if self._spec.model not in (None, *served):
+            fix = "leave model= out, or give a name that it serves: others get 404 from it"
+            found = f"serves {', '.join(served)}; {self._spec.model} is configured"
+            self._say("models", "bad", found, fix)
             return
         adapters = f", adapters {', '.join(sorted(models.adapters))}" if models.adapters else ""
-        self._say("models", "ok", f"serves {models.model}{adapters}")
+        self._say("models", "ok", f"serves {self._spec.model or models.model}{adapters}")
 
     async def _metrics(self) -> EngineMetrics:
         try:
@@ -189,8 +201,8 @@ class _Examination:
         else:
             self._say("prefix caching", "warning", "the engine's /metrics do not say", "see its start-up log")
         if said.started_at is None:
-            why = "no process_start_time_seconds in /metrics: one witness of restarts less"
-            self._say("start time", "warning", why, "give a replay endpoint; it proves more")
+            found = "no process_start_time_seconds in /metrics: one witness of restarts less"
+            self._say("start time", "warning", found, "give a replay endpoint; it proves more")
 
     async def _told_sources(self) -> tuple[EventSource, ...]:
         try:
@@ -200,7 +212,7 @@ class _Examination:
             self._say("event source", "bad", str(error), 'write "endpoint":"tcp://*:5557" on the engine')
             return ()
         except _UNREACHABLE as error:
-            self._say("event source", "bad", str(error) or type(error).__name__, "try again")
+            self._say("event source", "bad", why(error), "try again")
             return ()
         if not sources and status == 200:
             self._say("event source", "bad", "KV events are switched off", SWITCH_ON)
@@ -373,6 +385,22 @@ class _Ear:
                 heard.replayed = self._counts.get(rank, 0)
 
 
+def of_map(folder: Path) -> tuple[Finding, str | None]:
+    """What a router would find at the map in ``folder``: whether it can be read, and its indexer's URL."""
+    try:
+        with closing(open_map(folder)) as reader:
+            url = reader.indexer_address()
+            silent_s = reader.heartbeat_age()
+    except IndexerError as error:
+        fix = "a router needs the indexer's folder, its uid and a writable mount; or give it --indexer alone"
+        return Finding("map", "reading", "bad", str(error), fix), None
+    if silent_s > HEARTBEAT_LIMIT_S:
+        since = f"for {silent_s:.0f} s" if silent_s < float("inf") else "since this host started"
+        fix = f"start `warmroute indexer --map {folder}`; if it runs, its log says why it cannot write"
+        return Finding("map", "reading", "bad", f"{folder}: no sign of its indexer {since}", fix), url
+    return Finding("map", "reading", "ok", f"{folder} is kept by {url}"), url
+
+
 async def _of_indexer(web: _Web, url: str, specs: Sequence[ReplicaSpec]) -> list[Finding]:
     """What an indexer says of the replicas."""
     try:
@@ -384,10 +412,8 @@ async def _of_indexer(web: _Web, url: str, specs: Sequence[ReplicaSpec]) -> list
         unmatched: dict[str, int] = told["unmatched_topics"]
         states = [_of_stream(each) for each in replicas]
     except (DiscoveryError, msgspec.DecodeError, KeyError, TypeError, *_UNREACHABLE) as error:
-        why = str(error) or type(error).__name__
-        return [
-            Finding("indexer", "http", "bad", f"{url}: {why}", "start `warmroute indexer`, or give its URL")
-        ]
+        fix = "start `warmroute indexer`, or give its URL"
+        return [Finding("indexer", "http", "bad", f"{url}: {why(error)}", fix)]
     findings = [Finding("indexer", "http", "ok", f"{url} follows {len(replicas)} streams"), *states]
     known = {each["instance"] for each in replicas}
     findings += [

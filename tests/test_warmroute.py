@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import sys
 import types
@@ -69,6 +70,44 @@ def test_the_environment_wins_over_the_file(config: Path) -> None:
 def test_replicas_in_the_environment_are_split_at_blanks() -> None:
     found = settings(WARMROUTE_ROUTER_REPLICA="a=http://a:1 b=http://b:2")
     assert found["router.replica"]["value"] == ["a=http://a:1", "b=http://b:2"]
+
+
+def test_what_a_command_does_is_not_cut_short_in_the_list_of_commands() -> None:
+    said = CliRunner().invoke(warmroute.main, ["--help"], terminal_width=80).output
+    assert "Commands:" in said
+    assert "..." not in said.partition("Commands:")[2]
+
+
+def test_a_long_value_is_shown_whole_by_config(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"a=http://a:1,events=tcp://{'a' * 60}:5557"
+    monkeypatch.setenv("WARMROUTE_ROUTER_REPLICA", line)
+    run(["config"], monkeypatch)
+    assert line in re.sub(r"\s|│|default|environment", "", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[router]\nlistn = 'x'\n", "is 'listen' meant?"),
+        ("[router]\nmax-inflight = 1\n", "is 'max_inflight' meant?"),
+        ("[router]\nqqq = 'x'\n", "`warmroute router --help` lists them"),
+        ("[Router]\n", "is 'router' meant?"),
+        ("[qqq]\n", "known are indexer, router, engine"),
+        ("[router]\nworkers = 'two'\n", "it says 'two'"),
+        ("router = 1\n", "Expected `object`"),
+        ("[[router.rule]]\nname = 'x'\npolcy = 'session'\n", "is 'policy' meant?"),
+        ("[[router.rule]]\nname = 3\n", "$.router.rule[0].name"),
+    ],
+)
+def test_a_bad_key_of_the_config_file_is_told_with_what_may_be_meant_and_a_bad_value_as_it_stands(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    assert run(["--config", str(path), "config"], monkeypatch) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

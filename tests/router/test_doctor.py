@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from click.testing import CliRunner
 
 from events.curve import Curve, read_curve, write_pair
 from events.publisher import Publisher
+from indexer.layout import boot_clock
+from indexer.writer import MapWriter
 from router.doctor import Finding, _connect, examine
 from router.replicas import parse_replicas
 from simulator.engine import Engine
@@ -203,6 +206,38 @@ async def test_ev31_ev32_what_the_indexer_says_is_told_and_what_it_does_not_foll
     assert findings["e1", "rank 0 in the indexer"].found == "offline: lost; 3 blocks; left out: 2 sparse"
     assert findings["indexer", "topics"].found == "7 messages of no registered topic: kv@x@m"
     assert bad(wrong) == {"http"}
+
+
+async def test_op04_a_model_that_the_engine_does_not_serve_is_told(session: aiohttp.ClientSession) -> None:
+    async with TestServer(Ill().app()) as server:
+        line = f"e0={server.make_url('')}"
+        wrong = (await look(session, f"{line},model=other"))["e0", "models"]
+        right = (await look(session, f"{line},model=m"))["e0", "models"]
+    assert (wrong.level, wrong.found) == ("bad", "serves m; other is configured")
+    assert (right.level, right.found) == ("ok", "serves m")
+
+
+def test_op04_the_map_of_the_config_file_is_looked_at_and_its_indexer_asked(tmp_path: Path) -> None:
+    folder, config = tmp_path / "map", tmp_path / "warmroute.toml"
+    config.write_text(f'[router]\nmap = "{folder}"\n')
+
+    def told() -> dict[tuple[str, str], str]:
+        done = CliRunner().invoke(main, ["--config", str(config), "doctor", "--wait-s", "0", "--json"])
+        findings = json.loads(done.stdout)["findings"]
+        return {(each["of"], each["level"]): each["found"] for each in findings}
+
+    assert told()["map", "bad"].startswith(f"no map in {folder} yet")
+    with closing(MapWriter(folder)) as writer:
+        writer.set_address("http://127.0.0.1:1")
+    assert told()["map", "bad"] == f"{folder}: no sign of its indexer since this host started"
+    assert told()["indexer", "bad"] == "http://127.0.0.1:1: Connection refused"
+    for silent_s, level, found in ((60, "bad", "indexer for 6"), (0, "ok", "kept by http://127.0.0.1:1")):
+        beat_at = boot_clock() - silent_s
+        with closing(MapWriter(folder, clock=lambda at=beat_at: at)) as writer:
+            writer.set_address("http://127.0.0.1:1")
+            with writer.group():
+                pass
+        assert found in told()["map", level]
 
 
 def test_the_command_ends_with_1_when_something_is_wrong_and_says_what_to_give() -> None:
