@@ -8,7 +8,6 @@ is refused here, and the engine is asked.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from jinja2.utils import Namespace
 
 from router.conversation import Chat, ContentFormat, InexactError
 from router.template_time import certain_time
-from router.tool_schemas import ToolSchemas
+from router.tool_schemas import ToolSchemas, written
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind the message that goes on, to find where to cut. Its trailing space tells whether the template
@@ -94,7 +93,7 @@ def _tojson(
 ) -> str:
     """Jinja's own makes it safe for HTML; this one leaves text as it is."""
     schemas: ToolSchemas | None = context.parent.get(_SCHEMAS)
-    dump = schemas.tojson if schemas else json.dumps
+    dump = schemas.tojson if schemas else written
     return dump(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -16,6 +16,32 @@ PART_BYTES = 200
 """What an object or a list takes besides its JSON, and the note of it."""
 
 
+TEXTS = 4
+"""The texts of tools that are kept may take so many times what the tools came as."""
+DEEPEST, MOST_INDENT_CHARS = 64, 4 << 20
+"""Of what is indented: how deep it is nested, and the spaces of it. They grow with both: 10 kB of brackets
+became 17 MB in half a second.
+"""
+
+
+def written(value: Any, *, indent: Any = None, **form: Any) -> str:
+    """``json.dumps``. Raises ValueError for what would be too long or too deep, indented."""
+    if indent is not None:
+        _check_indented(value, len(indent) if isinstance(indent, str) else indent)
+    return json.dumps(value, indent=indent, **form)
+
+
+def _check_indented(value: Any, width: int) -> None:
+    chars, inside = 0, [(value, 1)] if isinstance(value, dict | list | tuple) else []
+    while inside:
+        part, depth = inside.pop()
+        inner = part.values() if isinstance(part, dict) else part
+        chars += max(1, width) * depth * (len(inner) + 1)
+        if chars > MOST_INDENT_CHARS or depth > DEEPEST:
+            raise ValueError("it is too large to be indented")
+        inside += [(each, depth + 1) for each in inner if isinstance(each, dict | list | tuple)]
+
+
 class ToolSchemas:
     """Tools as a template gets them, which came as ``json_bytes``; ``size_bytes`` is about what they take in
     memory. Not to be changed.
@@ -24,27 +50,32 @@ class ToolSchemas:
     def __init__(self, schemas: list[dict[str, Any]], json_bytes: int) -> None:
         self.schemas = schemas
         self._parts = frozenset(map(id, _containers(schemas)))
-        self.size_bytes = 2 * json_bytes + PART_BYTES * len(self._parts)
+        self._room = TEXTS * json_bytes
+        self.size_bytes = (2 + TEXTS) * json_bytes + PART_BYTES * len(self._parts)
         self._texts: dict[tuple[int, str], str] = {}
 
     def tojson(self, value: Any, **form: Any) -> str:
         """``json.dumps`` of any ``value``; made once, if it is a part of these tools."""
         if id(value) not in self._parts:
-            return json.dumps(value, **form)
+            return written(value, **form)
         key = (id(value), repr(form))
         text = self._texts.get(key)
         if text is None:
-            text = json.dumps(value, **form)
-            if len(self._texts) < len(self._parts):
+            text = written(value, **form)
+            if len(text) <= self._room and len(self._texts) < len(self._parts):
+                self._room -= len(text)
                 self._texts[key] = text
         return text
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        yield value
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _containers(inner)
+    # Not by recursion: each would be handed on from level to level.
+    found = [value] if isinstance(value, dict | list) else []
+    while found:
+        part = found.pop()
+        yield part
+        inner = part.values() if isinstance(part, dict) else part
+        found += [each for each in inner if isinstance(each, dict | list)]
 
 
 class SchemaCache:

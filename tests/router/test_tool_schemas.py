@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from router import tool_schemas
-from router.tool_schemas import SchemaCache, ToolSchemas
+from router.tool_schemas import DEEPEST, MOST_INDENT_CHARS, TEXTS, SchemaCache, ToolSchemas, written
 
 
 def tools(name: str = "f") -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def test_a_part_of_the_tools_is_written_once(form: dict[str, Any], monkeypatch: 
             return json.dumps(value, **form)
 
     monkeypatch.setattr(tool_schemas, "json", Json)
-    schemas = ToolSchemas(tools(), 100)
+    schemas = ToolSchemas(tools(), 10_000)
     function = schemas.schemas[0]["function"]
     parts = [schemas.schemas, schemas.schemas[0], function, function["parameters"]]
     for _ in range(3):
@@ -40,7 +40,7 @@ def test_a_part_of_the_tools_is_written_once(form: dict[str, Any], monkeypatch: 
 
 
 def test_as_many_texts_are_kept_as_the_tools_have_parts() -> None:
-    schemas = ToolSchemas(tools(), 100)
+    schemas = ToolSchemas(tools(), 10_000)
     for indent in range(1000):
         assert schemas.tojson(schemas.schemas, indent=indent) == json.dumps(schemas.schemas, indent=indent)
     assert len(schemas._texts) <= len(schemas._parts) < 10
@@ -80,3 +80,24 @@ def test_what_tools_take_in_memory_is_not_more_than_is_counted(parameters: dict[
     finally:
         tracemalloc.stop()
     assert taken < 1.5 * made.size_bytes
+
+
+def test_px13_what_would_be_long_indented_is_refused_before_it_is_made() -> None:
+    deep: list[Any] = []
+    for _ in range(DEEPEST):
+        deep = [deep]
+    wide = [0] * (MOST_INDENT_CHARS // 4)
+    for value in (deep, {"a": [deep]}, wide):
+        for made in (written, ToolSchemas([{"function": value}], 1000).tojson):
+            with pytest.raises(ValueError, match="indented"):
+                made(value, indent=4)
+            assert made(value) == json.dumps(value)
+    assert written(deep[0][0], indent=1) == json.dumps(deep[0][0], indent=1)
+    assert written("text", indent="\t") == '"text"'
+
+
+def test_the_texts_that_are_kept_are_bounded_by_what_the_tools_came_as() -> None:
+    schemas = ToolSchemas(tools(), 100)
+    for indent in range(5):
+        assert schemas.tojson(schemas.schemas, indent=indent) == json.dumps(schemas.schemas, indent=indent)
+    assert sum(map(len, schemas._texts.values())) <= TEXTS * 100
