@@ -183,9 +183,12 @@ class ChatTemplates:
 
 def _compiled(source: str) -> jinja2.Template | None:
     try:
-        return _ENVIRONMENT.from_string(source)
+        template = _ENVIRONMENT.from_string(source)
     except jinja2.TemplateError:
         return None
+    # Jinja's own is a chain of them, which is walked in Python for each chat.
+    template.globals = dict(template.globals)
+    return template
 
 
 def _with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

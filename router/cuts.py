@@ -22,6 +22,8 @@ import msgspec
 
 SHORTEST = 64
 """Characters that are tokenised in about the time that it takes to look up what they became."""
+FEW = 32
+"""Places that are found one by one in less time than it takes to count them."""
 DEEPEST = 64
 """How often texts may part within each other in one regular expression, which Python reads by recursion."""
 _PRE_TOKENIZERS = frozenset(
@@ -89,7 +91,7 @@ class Cuts:
 
     def places(self, text: str) -> int:
         """At most in how many places of ``text`` an added token may begin: what cutting takes time for."""
-        return sum(text.count(begin) for begin in self._begins)
+        return sum(_count(text, begin) for begin in self._begins)
 
     def pieces(self, text: str) -> list[str]:
         """``text`` in pieces of ``SHORTEST`` characters or more, each but the first beginning with an added
@@ -119,6 +121,14 @@ class Cuts:
         """What all tokens begin with is found ten times as fast as a token is."""
         at = text.find(self._begin, start)
         return None if at < 0 else self._added.search(text, at)
+
+
+def _count(text: str, begin: str) -> int:
+    """How often. Finding a few in a long text is ten times as fast as counting them is."""
+    found = at = 0
+    while found < FEW and (at := text.find(begin, at) + 1):
+        found += 1
+    return found + text.count(begin, at) if at else found
 
 
 def _patterns(texts: Iterable[str], depth: int = 0) -> list[str]:

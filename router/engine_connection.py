@@ -17,7 +17,7 @@ from router.framing import Framing, FramingError, framing_of
 from router.head import HeadError, HeadLimits, HeadReader, trailers_of
 from router.upstream import NO_TRAILERS, READ_BUFFER_BYTES, Taker, told
 
-PIECE_BYTES = 256 * 1024
+JOINED_BYTES, PIECE_BYTES = 16 * 1024, 256 * 1024
 """Bodies up to this go out in one step with their head, longer ones in pieces."""
 
 
@@ -149,8 +149,11 @@ class EngineConnection(asyncio.Protocol):
     # What goes out.
 
     def _send(self, transport: asyncio.Transport, head: bytes, body: bytes) -> None:
-        if len(body) <= PIECE_BYTES:
+        if len(body) <= JOINED_BYTES:
             transport.write(head + body)
+        elif len(body) <= PIECE_BYTES:
+            # As they are: joined, they would be copied.
+            transport.writelines((head, body))
         else:
             transport.write(head)
             self._unsent = memoryview(body)

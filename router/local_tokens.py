@@ -12,12 +12,11 @@ import contextlib
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Raw
 
 from events.logs import Throttled
 from router import fallback
@@ -38,9 +37,7 @@ AT_ONCE_BYTES, AT_ONCE_MESSAGES, AT_ONCE_TOOLS_BYTES = 256 * 1024, 64, 16 * 1024
 would do no sooner, and not beside the loop.
 """
 AT_ONCE_VALUES = 2048
-"""Values in it, by the marks of JSON that part them: each costs Python a step, or ten. Prose has as many in
-200 kB, JSON in 20.
-"""
+"""Values in it: each costs Python a step, or ten. A text is one, however long; 20 kB of JSON have as many."""
 AT_ONCE_PLACES = 2048
 """Where special tokens may begin in what comes of it: each is looked at."""
 AT_ONCE_CHARS = 512
@@ -143,7 +140,7 @@ class LocalTokens:
         self._loaders.close()
         self._workers.close()
 
-    def models(self) -> Iterable[str]:
+    def models(self) -> Collection[str]:
         """The models that have a local tokenizer."""
         return self._locals.keys()
 
@@ -298,23 +295,43 @@ async def _at_once(ids: array[int]) -> array[int]:
 
 
 def _is_quickly_rendered(body: RequestBody) -> bool:
-    fields = [body.messages, body.prompt, body.documents, body.chat_template_kwargs]
     tools_bytes = len(memoryview(body.tools))
-    size = sum(len(memoryview(field)) for field in fields) + tools_bytes
+    fields = [field for field in (body.prompt, body.documents, body.chat_template_kwargs) if given(field)]
+    size = len(memoryview(body.messages)) + tools_bytes + sum(len(memoryview(field)) for field in fields)
     if size > AT_ONCE_BYTES:
         return False
     if not knows_tools(body):
         if tools_bytes > AT_ONCE_TOOLS_BYTES:
             return False
         fields.append(body.tools)
-    if size > AT_ONCE_VALUES and sum(map(_values, fields)) > AT_ONCE_VALUES:
+    said = body.said if given(body.messages) else []
+    if len(said) > AT_ONCE_MESSAGES:
         return False
-    return not given(body.messages) or len(body.said) <= AT_ONCE_MESSAGES
+    if size <= AT_ONCE_VALUES:
+        return True
+    texts = [text for text in map(bytes, fields) if not text.startswith(b'"')]
+    return _values(said) + sum(map(_marks, texts)) <= AT_ONCE_VALUES
 
 
-def _values(field: Raw) -> int:
-    """At least as many as there are in it, but for one: marks in its texts count too."""
-    text = bytes(field)
+def _values(said: Any) -> int:
+    """How many values are in what was read already, or at least more than ``AT_ONCE_VALUES``; texts of JSON
+    that a template gets as values count by their marks. Marks in other texts are none: looking for them would
+    take longer than all else that is done with a long prompt.
+    """
+    count, inside = 0, [said]
+    while inside and count <= AT_ONCE_VALUES:
+        value = inside.pop()
+        count += len(value)
+        if isinstance(value, dict):
+            if isinstance(arguments := value.get("arguments"), str):
+                count += _marks(arguments.encode("utf-8", "surrogatepass"))
+            value = value.values()
+        inside += [each for each in value if isinstance(each, dict | list)]
+    return count
+
+
+def _marks(text: bytes) -> int:
+    """At least as many as there are values in a text of JSON, but for one."""
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 

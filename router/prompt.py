@@ -79,6 +79,8 @@ class RequestBody(msgspec.Struct, frozen=True, dict=True):
 
 def given(field: Raw) -> bool:
     """Whether the client set the field to something."""
+    if field is _ABSENT:
+        return False
     text = memoryview(field)
     # Not by ``bytes(field)`` alone: that copies a prompt.
     return len(text) > len(_NULL) or bytes(text) not in (b"", _NULL)

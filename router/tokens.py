@@ -294,9 +294,11 @@ class Tokenizer:
         """The name that the request's model has among the local tokenizers: an alias will do."""
         if self._local is None:
             return None
-        names = list(self._local.models())
+        names = self._local.models()
+        if asked in names:
+            return asked
         same = (name for name in names if any(r.resolve(name) == (base, None) for r in replicas))
-        return asked if asked in names else next(same, None)
+        return next(same, None)
 
     async def _from_engines(
         self, base: str, body: RequestBody, replicas: Sequence[Replica], not_here: Fallback | None

@@ -13,7 +13,7 @@ from tokenizers import AddedToken as Added  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
 
 from router.chat_template import ChatTemplates  # noqa: E402
-from router.cuts import SHORTEST, AddedToken, Cuts, cuts_of  # noqa: E402
+from router.cuts import FEW, SHORTEST, AddedToken, Cuts, cuts_of  # noqa: E402
 from router.local_tokenizer import LocalTokenizer  # noqa: E402
 from router.token_cache import TokenCache  # noqa: E402
 from tests.router.chats import ODD  # noqa: E402
@@ -205,6 +205,15 @@ def test_px13_a_place_where_a_token_may_begin_is_not_compared_with_all_of_them()
     alternatives = CUTS_OF_ALL.patterns
     assert len(alternatives) == 2, "one for each character that tokens begin with"
     assert len("".join(alternatives)) < len("".join(ALL)) / 2
+
+
+@given(begin=st.sampled_from(["<", "<|"]), count=st.integers(0, 3 * FEW), text=st.text("<|x", max_size=9))
+def test_px13_places_are_counted_where_they_are_few_and_where_they_are_many(
+    begin: str, count: int, text: str
+) -> None:
+    cuts = Cuts([AddedToken(begin + "a"), AddedToken(begin + "b")])
+    long = (begin + "x") * count + text
+    assert long.count(begin) <= cuts.places(long) <= long.count(begin[0])
 
 
 def test_no_cut_where_a_token_takes_spaces_along_or_is_only_found_in_normalised_text() -> None:

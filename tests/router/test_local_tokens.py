@@ -319,6 +319,27 @@ async def test_px13_what_is_long_to_render_is_never_on_the_loop(
     local.close()
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "lists, [of] {things}, " * AT_ONCE_VALUES}]},
+        {"prompt": "lists, [of] {things}, " * AT_ONCE_VALUES},
+        {"messages": [USER, {"role": "user", "content": ["x"] * (AT_ONCE_VALUES // 2)}]},
+    ],
+)
+async def test_px13_a_long_text_is_one_value_whatever_marks_are_in_it(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Begun, "new_chars", 0)
+    tokenizer = Bytes()
+    local = make(Loader(a=tokenizer))
+    await ready(local, "model-a")
+    local.judge("model-a", set(FORMATS))
+    await local.tokens("model-a", body(**fields))
+    assert tokenizer.threads == {threading.current_thread().name}
+    local.close()
+
+
 async def test_px13_long_tools_are_rendered_on_the_loop_once_they_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -604,7 +604,7 @@ async def test_the_first_chunk_comes_without_delay_on_a_hundred_streams(
     assert sorted(times)[50] < 0.03
 
 
-@pytest.mark.parametrize("size", [1_500_000, 20_000_000])
+@pytest.mark.parametrize("size", [100_000, 1_500_000, 20_000_000])
 async def test_px03_large_bodies_pass_untouched(start_engine: Any, start_router: Any, size: int) -> None:
     engine = await start_engine()
     router = await start_router(engine)
