@@ -16,6 +16,7 @@ import aiohttp
 from events.address import http_url
 from events.names import NameResolver
 from router.admin import Admin
+from router.aiohttp_parts import check_aiohttp
 from router.app import RouterApp
 from router.chooser import Chooser
 from router.colleagues import Colleagues
@@ -136,6 +137,7 @@ async def router_app(
 
 def _check(settings: RouterSettings) -> None:
     """Raises SettingsError for what no router can run with, here and now."""
+    check_aiohttp()
     settings.check()
     check_map(settings.map)
     check_tokenizers(settings.tokenizer)

@@ -13,11 +13,10 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import EMPTY_PAYLOAD, StreamReader, web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, web, web_protocol
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
-from aiohttp.web_protocol import ERROR, _ErrInfo
 
 from events.logs import Throttled
 from router.errors import RefusedError
@@ -124,7 +123,7 @@ class _Connection(web.RequestHandler):
             self._receive_body(data)
         if self._messages:
             self._stop_head_timer()
-            if isinstance(self._messages[-1][0], _ErrInfo):
+            if isinstance(self._messages[-1][0], web_protocol._ErrInfo):
                 self._fail_body()
             else:
                 self._body = self._messages[-1][1]
@@ -154,7 +153,7 @@ class _Connection(web.RequestHandler):
         try:
             while not self._force_close:
                 message, body = await self._next()
-                if isinstance(message, _ErrInfo):
+                if isinstance(message, web_protocol._ErrInfo):
                     await self._refuse(message)
                     break
                 if not await self._serve(message, body) or self._close:
@@ -172,7 +171,7 @@ class _Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.close()
 
-    async def _next(self) -> tuple[RawRequestMessage | _ErrInfo, StreamReader]:
+    async def _next(self) -> tuple[RawRequestMessage | web_protocol._ErrInfo, StreamReader]:
         """The next request, or what was wrong with it."""
         if not self._messages:
             self._waiter = self._loop.create_future()
@@ -202,9 +201,9 @@ class _Connection(web.RequestHandler):
             await self._drop(body)
         return bool(response.keep_alive) and not is_broken
 
-    async def _refuse(self, error: _ErrInfo) -> None:
+    async def _refuse(self, error: web_protocol._ErrInfo) -> None:
         """Answers what is no HTTP. Nothing that comes behind it is read."""
-        request = self._request(ERROR, EMPTY_PAYLOAD)
+        request = self._request(web_protocol.ERROR, EMPTY_PAYLOAD)
         await self.finish_response(request, self.handle_error(request, error.status, error.exc), None)
         self.close()
         if self.transport is not None and self.transport.can_write_eof():
