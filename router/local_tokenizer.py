@@ -211,13 +211,15 @@ def _digest(piece: str) -> bytes:
 
 def _strings(value: Any) -> Iterator[str]:
     """All text in a value of JSON."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _strings([*value, *value.values()])
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
+    found = [value]
+    while found:
+        item = found.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            found += [*item, *item.values()]
+        elif isinstance(item, list):
+            found += item
 
 
 def _shared_chars(one: str, other: str) -> int:

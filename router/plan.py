@@ -29,7 +29,7 @@ from router.prompt import RequestBody, UnreadableBodyError, priority_of, read_bo
 from router.replicas import Replica, StreamId
 from router.rules import Picked, Rules
 from router.serving import Serving
-from router.tokens import Tokenizer, Tokens, is_plain_chat, tokens_in_request
+from router.tokens import Tokenizer, Tokens, is_plain_chat, read_tokens
 from router.trust import Trust
 from router.usage import asking_for_usage
 
@@ -270,7 +270,7 @@ class Planner:
 
     async def _tokens(self, policy: Policy, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
         if not self._wants_tokens(policy):
-            found = tokens_in_request(body) or Tokens(None)
+            found = await read_tokens(body) or Tokens(None)
             return msgspec.structs.replace(found, why_not=None)
         begun = self._clock()
         try:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from array import array
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 from aiohttp import web
 
 from router import fallback
+from router import tokens as tokens_module
 from router.prompt import read_body
 from router.replicas import Replica, parse_replica
 from router.token_cache import TokenCache
 from router.tokens import (
+    AT_ONCE_BYTES,
     MISSING_FOR_S,
     SLOW_FOR_S,
     Tokenizer,
@@ -125,6 +128,24 @@ def test_a_completion_is_tokenised_with_its_special_tokens() -> None:
     asked = tokenize_request(body(prompt=["a", "b"], add_special_tokens=False))
     assert asked is not None
     assert (json.loads(asked[0]), asked[1]) == ({"model": "m", "prompt": "a", "add_special_tokens": False}, 2)
+
+
+@pytest.mark.parametrize("size", [AT_ONCE_BYTES // 2, AT_ONCE_BYTES])
+@pytest.mark.parametrize("kind", ["messages", "prompt"])
+async def test_px13_what_is_long_is_read_off_the_loop(
+    kind: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, real = [], tokens_module.tokens_in_request
+
+    def noted(asked: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return real(asked)
+
+    monkeypatch.setattr(tokens_module, "tokens_in_request", noted)
+    values = {"messages": [{"role": "user", "content": [""] * (size // 4)}], "prompt": [100] * (size // 4)}
+    asked = body(**{kind: values[kind]})
+    assert await tokens_module.read_tokens(asked) == real(asked)
+    assert threads == [size < AT_ONCE_BYTES]
 
 
 async def make(
