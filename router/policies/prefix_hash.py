@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,6 +14,7 @@ from router.decision import Ask, Candidate, RandomSource, Ranked
 from router.policies import least_loaded
 from router.policies.keyed import Keyed
 from router.policies.rendezvous import BOUND, SPARE_REQUESTS, by_key
+from router.policies.volatile import steady
 from router.prompt import RequestBody, given
 
 LEADING_ROLES = frozenset({"system", "developer"})
@@ -71,7 +71,7 @@ class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return None
         parts = [bytes(body.tools)] if given(body.tools) else []
         parts += (f"{m.role}:".encode() + _text_of(m.content) for m in _leading(messages, self.messages))
-        return self._steady(b"\n".join(parts))
+        return steady(b"\n".join(parts), self.volatile)
 
     def _before_media(self, body: RequestBody) -> bytes | None:
         """As many characters as ``tokens`` tokens have; None where nothing stands there, or all is text."""
@@ -79,7 +79,7 @@ class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         try:
             for role, part in _parts(body.messages):
                 if part is None:
-                    return self._steady(b"\n".join(said))[: CHARS_PER_TOKEN * self.tokens] or None
+                    return steady(b"\n".join(said), self.volatile)[: CHARS_PER_TOKEN * self.tokens] or None
                 said.append(f"{role}:{part}".encode())
         except msgspec.MsgspecError:
             return None
@@ -91,10 +91,7 @@ class PrefixHash(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         except msgspec.MsgspecError:
             return None
         text = prompt if isinstance(prompt, str) else next(iter(prompt), "")
-        return self._steady(text.encode()[: CHARS_PER_TOKEN * self.tokens]) if text else None
-
-    def _steady(self, text: bytes) -> bytes:
-        return _volatile(self.volatile).sub(b"", text) if self.volatile else text
+        return steady(text.encode()[: CHARS_PER_TOKEN * self.tokens], self.volatile) if text else None
 
     def rank(self, ask: Ask, candidates: Sequence[Candidate], rng: RandomSource) -> list[Ranked]:
         """By the prefix's key; by load without one."""
@@ -146,8 +143,3 @@ def _leading(messages: Sequence[_Message], more: int) -> Iterator[_Message]:
             if more < 0:
                 return
         yield message
-
-
-@lru_cache(maxsize=64)
-def _volatile(patterns: tuple[str, ...]) -> re.Pattern[bytes]:
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns).encode())
