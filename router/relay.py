@@ -72,7 +72,8 @@ class RelayedAnswer:
                 elif not self._takes_events:
                     # Said [DONE], but not by its own length: nothing else tells the client that it is over.
                     delivery.cut()
-            if self._unasked is not None and (held := self._unasked.end()):
+            if self._unasked is not None and (held := self._unasked.end(is_whole=self.failure is None)):
+                self._last = held
                 delivery.send(held)
             if self.failure is not None:
                 self._break_off(delivery, self.failure)

@@ -93,9 +93,12 @@ class UnaskedUsage:
         self._held = held[-3:]
         return held[:-3]
 
-    def end(self) -> bytes:
-        """What was held back, when nothing comes any more."""
-        held, self._finish, self._held = self._finish + self._held, b"", b""
+    def end(self, *, is_whole: bool = True) -> bytes:
+        """What was held back, when nothing comes any more; of a stream that is not whole without the beginning
+        of an event, which no client can read.
+        """
+        held = self._finish + self._held if is_whole else self._finish
+        self._finish = self._held = b""
         return held
 
     def _event(self, event: bytes) -> bytes:

@@ -104,6 +104,25 @@ async def test_usage_is_asked_for_and_kept_from_clients_that_did_not_ask(
     assert await router.metric("compared_total", replica="e0", outcome="exact") == 2
 
 
+@pytest.mark.parametrize("passed", [TEXT, TEXT + FINISH], ids=["an event", "the one that waits for the next"])
+async def test_px07_a_stream_that_dies_in_mid_event_ends_with_an_error_that_can_be_read(
+    start_engine: Any, start_router: Any, kit: Any, passed: bytes
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        stream: web.StreamResponse = await kit.stream(request, [passed, TEXT[:20]])
+        await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        return stream
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine, lookup=kit.lookup(kit.matched("e0", 96)))
+    content = await streamed(router)
+    assert "stream_options" in json.loads(engine.bodies[-1])
+    assert content.startswith(passed + b"data: {")
+    assert json.loads(content.removeprefix(passed).removeprefix(b"data: "))["error"]["code"] == 502
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"n": 2}, {"prompt_logprobs": 1}, {"prompt": [[1, 2], [3]]}, {"echo": True, "logprobs": 1}],
