@@ -10,6 +10,7 @@ from router.answer import AnswerTap
 from router.delivery import Delivery
 from router.errors import BrokenAnswerError, RefusedError, UpstreamError, UpstreamTimeoutError
 from router.headers import trailers_to_client
+from router.lines import WholeLines
 from router.refusal import terminal_event
 from router.upstream import UpstreamAnswer
 from router.usage import UnaskedUsage
@@ -44,11 +45,14 @@ class RelayedAnswer:
         self.is_stream = content_type.lower().startswith("text/event-stream")
         self.tap = AnswerTap(is_stream=self.is_stream, whole=whole)
         readable = self.is_stream and "Content-Encoding" not in answer.headers
-        self._unasked = UnaskedUsage() if without_usage and readable else None
+        self._keeps_length = not (without_usage and readable)
         # What has a length, or is compressed, is no place for an event of ours.
-        self._takes_events = readable and (
-            self._unasked is not None or "Content-Length" not in answer.headers
-        )
+        self._takes_events = readable and not (self._keeps_length and "Content-Length" in answer.headers)
+        self._sieve: UnaskedUsage | WholeLines | None = None
+        if not self._keeps_length:
+            self._sieve = UnaskedUsage()
+        elif self._takes_events:
+            self._sieve = WholeLines()
         self.complete = False
         self.failure: UpstreamError | None = None
 
@@ -62,7 +66,7 @@ class RelayedAnswer:
         ClientGoneError, also for a client that takes nothing for ``client_idle_s``: it would keep its place
         at the replica for ever.
         """
-        delivery = Delivery(self._answer, ours, keeps_length=self._unasked is None, at_once=self.is_stream)
+        delivery = Delivery(self._answer, ours, keeps_length=self._keeps_length, at_once=self.is_stream)
         try:
             try:
                 await self._pass(request, delivery, client_idle_s)
@@ -72,7 +76,7 @@ class RelayedAnswer:
                 elif not self._takes_events:
                     # Said [DONE], but not by its own length: nothing else tells the client that it is over.
                     delivery.cut()
-            if self._unasked is not None and (held := self._unasked.end(is_whole=self.failure is None)):
+            if self._sieve is not None and (held := self._sieve.end(is_whole=self.failure is None)):
                 self._last = held
                 delivery.send(held)
             if self.failure is not None:
@@ -113,7 +117,7 @@ class RelayedAnswer:
             self._begun = True
             self._on_first_byte()
         self.tap.feed(piece)
-        passed = piece if self._unasked is None else self._unasked.feed(piece)
+        passed = piece if self._sieve is None else self._sieve.feed(piece)
         has_room = True
         if passed:
             self._last = passed

@@ -94,9 +94,7 @@ class UnaskedUsage:
         return held[:-3]
 
     def end(self, *, is_whole: bool = True) -> bytes:
-        """What was held back, when nothing comes any more; of a stream that is not whole without the beginning
-        of an event, which no client can read.
-        """
+        """What was held back, when nothing comes any more; of a stream that is not whole, whole events."""
         held = self._finish + self._held if is_whole else self._finish
         self._finish = self._held = b""
         return held
