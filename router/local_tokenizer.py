@@ -146,7 +146,8 @@ class LocalTokenizer:
         return self.make([_Missing(0, piece, digest)], False)[0] if kept is None else kept
 
     def make(self, missing: Sequence[_Missing], add_special_tokens: bool) -> list[array[int]]:
-        """The ids of texts that are not known; kept, if they have a digest.
+        """The ids of texts that are not known; kept, if they have a digest. Raises InexactError for what is
+        no text.
 
         ``encode`` would hold the interpreter for its whole run, half a second for 100,000 tokens, and the
         event loop with it; a batch lets go of it (``tokenizers`` 0.23: ``tokenizer.rs``), and this one leaves
@@ -154,7 +155,10 @@ class LocalTokenizer:
         """
         era = self._cache.era(self._name)
         texts = [part.text for part in missing]
-        made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        try:
+            made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # a half of a pair of surrogates: JSON may hold one, UTF-8 may not
+            raise InexactError("surrogates") from error
         ids = [array("I", encoding.ids) for encoding in made]
         for part, its_ids in zip(missing, ids, strict=True):
             if part.digest:

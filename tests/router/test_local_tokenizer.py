@@ -156,3 +156,11 @@ def test_nothing_is_fetched_for_a_folder(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_a_template_that_goes_through_parts_gets_parts(tmp_path: Path, template: str, form: str) -> None:
     assert load(small_tokenizer.save(tmp_path, template)).content_format() == form
+
+
+def test_ix11_half_of_a_pair_of_surrogates_is_for_the_engine(folder: str) -> None:
+    local = load(folder)
+    for said in ("\ud83d", "word " * 50 + "</s>word \udc00 word"):
+        with pytest.raises(InexactError, match="surrogates"):
+            local.encode(said, False)
+    assert local.encode("\U0001f600", False) == load(folder).encode("\U0001f600", False)
