@@ -568,7 +568,10 @@ def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
     except (EventError, RouterError) as error:
         raise StartError(str(error)) from error
     counts = f"{done.events} event batches, {done.requests} requests, {done.checkable} of them checkable"
-    click.echo(f"{output}: {counts}; check them with: warmroute verify {output}", err=True)
+    click.echo(f"{output}: {counts}", err=True)
+    click.echo(
+        "check them with `warmroute verify`, see what breaks their reuse with `warmroute reuse`", err=True
+    )
     if done.lost:
         raise StartError(f"{done.lost} lines could not be written to {output}")
 
@@ -621,6 +624,60 @@ def _print_verdicts(verdicts: list[Any]) -> None:
             console.print(f"{verdict.file}: nothing to check, no request in it is marked for it")
         if verdict.unusable:
             console.print(f"{verdict.file}: {verdict.unusable} requests say too little to be checked")
+
+
+@main.command()
+@click.argument("recordings", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
+@click.option("--top", default=10, show_default=True, help="Places shown of each recording.")
+def reuse(recordings: tuple[Path, ...], as_json: bool, top: int) -> None:
+    """Says what in recorded prompts breaks their reuse.
+
+    How much engines had cached, how much one cache that forgets nothing would have, and at which places
+    prompts part that are alike again behind it. FILE is of `warmroute record`. Shows text of the prompts.
+    """
+    from indexer.reuse import measure  # noqa: PLC0415
+
+    _quiet()
+    try:
+        measured = []
+        for path in recordings:
+            with Console(stderr=True).status(Text(f"reading {path}")):
+                measured.append(measure(path))
+    except OSError as error:
+        raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
+    except EventError as error:
+        raise StartError(str(error)) from error
+    if as_json:
+        told = [{"verdict": each.verdict(), **msgspec.to_builtins(each)} for each in measured]
+        click.echo(json.dumps({"recordings": told}))
+        return
+    for each in measured:
+        _print_reuse(each, top)
+
+
+def _print_reuse(found: Any, top: int) -> None:
+    console = Console(markup=False, highlight=False)
+    console.print(f"{found.file}: {found.requests:,} requests, {found.prompt:,} prompt tokens")
+    if found.guessed:
+        console.print(f"  tokens of {found.guessed:,} are guessed, four characters each: none were recorded")
+    for name, part, whole in (
+        ("cached, as engines reported", found.cached, found.reported),
+        ("in one cache that forgets nothing", found.reusable, found.prompt),
+        ("repeated behind a first difference", found.lost, found.prompt),
+    ):
+        console.print(f"  {name:<36}{f'{100 * part / whole:.1f} %' if whole else 'not told':>9}")
+    if found.breaks:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("where prompts part")
+        table.add_column("requests", justify="right")
+        table.add_column("tokens lost", justify="right")
+        table.add_column("...in common [here | earlier]", overflow="fold")
+        for each in found.breaks[:top]:
+            text = f"...{each.before}[{each.here} | {each.earlier}]"
+            table.add_row(each.place, f"{each.requests:,}", f"{each.lost_tokens:,}", Text(repr(text)[1:-1]))
+        console.print(table)
+    console.print(found.verdict())
 
 
 @main.command()
@@ -689,9 +746,9 @@ def demo(as_json: bool, seed: int) -> None:
 def replay(trace: str, policies: str, spread: bool, seed: int, as_json: bool, **shape: Any) -> None:
     """Compares policies on a trace, with a simulated fleet.
 
-    On virtual time, with the router's own code. Says when knowing caches is not worth it. TRACE is a file in
-    Mooncake's format, or made-up traffic: workload:chats, workload:rag, workload:agents,
-    workload:nothing-shared, workload:one-prefix.
+    On virtual time, with the router's own code. Says when knowing caches is not worth it. TRACE is a file of
+    `warmroute record` or in Mooncake's format, or made-up traffic: workload:chats, workload:rag,
+    workload:agents, workload:nothing-shared, workload:one-prefix.
     """
     from simulator.comparison import compare, table_of, verdict  # noqa: PLC0415
     from simulator.fleet import Shape  # noqa: PLC0415

@@ -11,6 +11,7 @@ import msgspec
 from router.policies import policy_named
 from simulator.errors import TraceError
 from simulator.fleet import FleetRun, Run, Served, Shape
+from simulator.recorded import is_recording, read_recorded
 from simulator.replica import Cache
 from simulator.trace import BLOCK_TOKENS, Traced, read_trace, spread
 from simulator.traffic import workload
@@ -42,7 +43,8 @@ def load_trace(name: str, seed: int = 0, *, spread_out: bool = False) -> list[Tr
     """
     if name.startswith(WORKLOAD):
         return workload(name.removeprefix(WORKLOAD), seed)
-    trace = read_trace(Path(name))
+    path = Path(name)
+    trace = read_recorded(path) if is_recording(path) else read_trace(path)
     if not trace:
         raise TraceError(f"the trace {name} holds no request")
     return spread(trace, seed) if spread_out else trace
