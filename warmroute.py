@@ -77,6 +77,12 @@ def _told(error: click.UsageError) -> str:
         source = error.ctx.get_parameter_source(parameter.name)
         if source is ParameterSource.ENVIRONMENT:
             message = f"{error.ctx.auto_envvar_prefix}_{parameter.name.upper()}: {error.message}"
+    if isinstance(error, click.NoSuchOption):
+        of_all = {flag for each in main.params for flag in each.opts}
+        if error.option_name in of_all and error.ctx is not None:
+            message += (
+                f" It goes in front of the command: warmroute {error.option_name} ... {error.ctx.info_name}."
+            )
     return f"{message} See `{command} --help`."
 
 

@@ -120,7 +120,9 @@ def checked_url(what: str, text: str) -> str:
     except ValueError:
         usable = False
     if not usable or url.query_string or url.fragment or url.user:
-        raise SettingsError(f"{what}: {text!r} is no URL of a server; write http://HOST:PORT")
+        raise SettingsError(
+            f"{what}: {text!r} is no URL of a server; write http://HOST:PORT, with a port up to 65535"
+        )
     bare = text.rstrip("/")
     if bare.endswith("/v1"):
         raise SettingsError(f"{what}: {text!r}: paths begin with /v1 already; write {bare[:-3]}")

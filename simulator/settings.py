@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from events.address import MAX_PORT
 from simulator.errors import SettingsError
 
 
@@ -75,6 +76,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.replay is not None and self.events is None:
             raise SettingsError(f"replay {self.replay} without events: set --events too")
+        for name in ("events", "replay"):
+            endpoint = getattr(self, name) or ""
+            port = endpoint.rpartition(":")[2]
+            if endpoint.startswith("tcp://") and port.isdecimal() and int(port) + self.ranks - 1 > MAX_PORT:
+                raise SettingsError(
+                    f"{name} {endpoint}: the last of {self.ranks} ranks would be at port "
+                    f"{int(port) + self.ranks - 1}; ports end at {MAX_PORT}"
+                )
         if self.max_seqs > self.max_batched_tokens:
             raise SettingsError(
                 f"max_seqs {self.max_seqs}: must not be above max_batched_tokens {self.max_batched_tokens}"
