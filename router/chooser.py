@@ -176,7 +176,9 @@ class Chooser:
             tokens = subject.prompt_tokens - chosen.reused_tokens
         stream = chosen.stream
         reservation = self.load.reserve(stream, tokens, streams=subject.streams)
-        predicted_s = chosen.overhead_s + chosen.s_per_token * (chosen.prefill_tokens + tokens)
+        ahead_s, own_s = chosen.s_per_token * chosen.prefill_tokens, chosen.s_per_token * tokens
+        predicted_s = chosen.overhead_s + ahead_s + own_s
+        self.crowding.sent(ahead_s, own_s)
         self.patience.sent(predicted_s)
         if subject.marks:
             hint = self.hints.add(stream, subject.marks, now, predicted_s)

@@ -23,18 +23,26 @@ MOST = 0.85
 wait ever longer for the sake of others: the mean wait would hardly be shorter, the longest ones would be
 longer.
 """
+KNOWN_FROM = 100
+"""Fewer requests do not say how much waits where they are sent."""
 
 
 class Crowding:
-    """The share of requests that find a stream with prefill in front of them: its utilisation, 0 to 1.
+    """The share of requests that find a stream with prefill in front of them: its utilisation, 0 to 1; and
+    how much work is in front of requests where they are sent, against their own.
 
     Work that is given to a stream is waited for by its own request, and by those that come while the stream
-    stays busy with it. In a queue with utilisation u each unit of work is so waited for 1 / (1 - u) times.
+    stays busy with it. In a queue with utilisation u each unit of work is so waited for 1 / (1 - u) times:
+    by u requests at first, and by others as these wait, u / (1 - u) behind its own. In a fleet whose requests
+    find room elsewhere, fewer do: no more at first than do wait for a unit of work, which is measured.
     """
 
     def __init__(self) -> None:
         self._busy: dict[StreamId, _Average] = {}
         self._mean = 0.0
+        self._sent = 0
+        self._ahead_s = 0.0
+        self._own_s = 0.0
 
     def found(self, streams: Iterable[tuple[StreamId, bool]]) -> None:
         """A request came, and found each of the streams busy or not."""
@@ -50,6 +58,13 @@ class Crowding:
             shares.append(after)
         self._mean = sum(shares) / len(shares)
 
+    def sent(self, ahead_s: float, own_s: float) -> None:
+        """A request was sent to where so many seconds of prefill are in front of it, besides its own."""
+        self._sent += 1
+        share = max(SHARE, 1 / self._sent)
+        self._ahead_s += share * (ahead_s - self._ahead_s)
+        self._own_s += share * (own_s - self._own_s)
+
     def behind(self, streams: Iterable[StreamId], echo: float = 0.0) -> list[float]:
         """How many requests behind this one wait for each unit of work that it brings to each of the streams,
         on average.
@@ -61,12 +76,15 @@ class Crowding:
         Beside ``found``: the mean is of the streams that were given last.
         """
         averages, mean, found = self._busy, self._mean, []
-        of_all = (1 - OWN) * mean
+        of_all, waited = (1 - OWN) * mean, 1.0
+        if self._sent >= KNOWN_FROM and self._ahead_s < self._own_s:
+            waited = self._ahead_s / self._own_s
         for stream in streams:
             average = averages.get(stream)
             utilisation = OWN * (mean if average is None else average.value) + of_all
             utilisation = utilisation if utilisation < MOST else MOST
-            found.append((1.0 + echo) / (1.0 - utilisation) - 1.0)
+            at_first = waited if waited < utilisation else utilisation
+            found.append((1.0 + echo) * (1.0 + at_first / (1.0 - utilisation)) - 1.0)
         return found
 
     def forget(self, stream: StreamId) -> None:

@@ -230,6 +230,7 @@ def test_the_busier_the_fleet_the_more_the_copy_that_exists_is_worth() -> None:
         chooser = chooser_of()
         for number in range(1000):
             chooser.crowding.found((stream, number % 4 < busy) for stream in FLEET)
+            chooser.crowding.sent(ahead_s=busy, own_s=1.0)
         chooser.load.reserve(A, 6000)
         matches = {**nothing(FLEET), A: matched(A, 4096)}
         prompt = Subject(prompt_tokens=4200, matches=matches)
