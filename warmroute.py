@@ -763,7 +763,9 @@ def replay(trace: str, policies: str, spread: bool, seed: int, as_json: bool, **
     terminal = Console(stderr=True)
     try:
         requests = load_trace(trace, seed, spread_out=spread)
-        results = compare(requests, policies.split(","), Shape(seed=seed, **shape), terminal)
+        results = compare(
+            requests, [name.strip() for name in policies.split(",")], Shape(seed=seed, **shape), terminal
+        )
     except ERRORS as error:
         raise StartError(str(error)) from error
     if as_json:
@@ -810,8 +812,8 @@ def run() -> None:
     """The entry point: as click's own, but a usage error is one line."""
     try:
         raise SystemExit(main.main(prog_name="warmroute", standalone_mode=False))
-    except click.Abort:
-        raise SystemExit(1) from None
+    except click.Abort:  # Ctrl-C; 1 says of some commands that they found something wrong
+        raise SystemExit(128 + signal.SIGINT) from None
     except click.UsageError as error:
         StartError(_told(error)).show()
         raise SystemExit(StartError.exit_code) from None

@@ -166,7 +166,9 @@ def read_recording(path: Path) -> Iterator[Line]:
             try:
                 yield _decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise RecordingError(f"{path}, line {number}: {error}") from error
+                raise RecordingError(
+                    f"{path}, line {number}: {error}; a file of `warmroute record` is needed"
+                ) from error
 
 
 class RecordingWriter:

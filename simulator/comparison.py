@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from router.policies import policy_named
 from simulator.fleet import Shape
 from simulator.replay import POOLED, Replayed, replay
 from simulator.trace import Traced
@@ -31,6 +32,10 @@ def compare(
 
     Raises SettingsError.
     """
+    shape.check_for(trace)
+    for policy in policies:
+        if policy != POOLED:
+            policy_named(policy)
     begun = time.monotonic()
     columns = (
         TextColumn("{task.description}"),

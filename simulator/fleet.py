@@ -64,8 +64,14 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise SettingsError(f"{name} {seconds}: must be 0 or more")
 
-    def check_times(self, last_s: float) -> None:
-        """Raises SettingsError for what would happen when all requests of a trace have come, to no effect."""
+    def check_for(self, trace: Sequence[Traced]) -> None:
+        """As :meth:`check`; also for what would happen when all requests have come, to no effect. When
+        those of sessions come is not known before.
+        """
+        self.check()
+        if any(request.session is not None for request in trace):
+            return
+        last_s = max((request.at_s for request in trace), default=0.0)
         for name in ("restart_at_s", "added_at_s"):
             at_s = getattr(self, name)
             if at_s is not None and at_s > last_s:
@@ -145,9 +151,7 @@ class FleetRun:
     """One run of a trace under one policy."""
 
     def __init__(self, shape: Shape, policy: Policy, trace: Sequence[Traced]) -> None:
-        shape.check()
-        if all(request.session is None for request in trace):
-            shape.check_times(max((request.at_s for request in trace), default=0.0))
+        shape.check_for(trace)
         self._shape = shape
         self._policy = policy
         self._trace = trace

@@ -277,3 +277,13 @@ def test_a_rule_that_is_no_json_is_refused(
     for flag in ("no json", "[]"):
         assert run(["router", "--rule", flag], monkeypatch) == 2
         assert "is no JSON" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_does_not_look_like_one_that_found_something_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("indexer.verify.verify", interrupted)
+    assert run(["verify", "some.jsonl"], monkeypatch) == 130

@@ -108,6 +108,7 @@ def test_replay_refuses_in_one_line(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(main, ["replay", *arguments])
         assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1
         assert complaint in result.output
 
 
