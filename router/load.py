@@ -242,9 +242,13 @@ class Load:
         return [stream for stream, book in self._books.items() if stream[0] == replica and book.sent]
 
     def renewed(self, replica: str) -> None:
-        """Another engine has the replica's name now. What is booked stays, as its requests go on."""
+        """Another engine has the replica's name now. What is booked stays, as its requests go on, but says
+        nothing of that one's speed.
+        """
         for stream, book in self._books.items():
             if stream[0] == replica:
+                for reservation in book.line:
+                    reservation.teaches = False
                 self.latency.forget(stream)
                 self.pace.forget(stream)
                 book.seen = None

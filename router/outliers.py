@@ -81,7 +81,7 @@ class Outliers:
 
     @property
     def doubts_nobody(self) -> bool:
-        """Whether no replica has failed, or come back, so far."""
+        """Whether no replica has failed, or come back, lately."""
         return not self._records
 
     def standing(self, name: str) -> Standing:
@@ -132,9 +132,12 @@ class Outliers:
         record = self._records.get(name)
         if record is None:
             return
-        record.failures, record.trying = 0, False
-        if record.ejected and self._clock() >= record.until:
-            record.ejected, record.back_at = False, self._clock()
+        record.failures, record.trying, now = 0, False, self._clock()
+        if record.ejected and now >= record.until:
+            record.ejected, record.back_at = False, now
+        elif not record.ejected and self._ramp(record, now) >= 1 and now - record.until > self._rules.max_s:
+            # Nothing of it counts any more, and where nobody has a record a choice needs to ask for none.
+            del self._records[name]
 
     def let_go(self, name: str) -> None:
         """The request ended in a way that says nothing about the replica."""

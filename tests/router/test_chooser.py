@@ -284,7 +284,7 @@ def test_nothing_learned_of_a_replica_outlives_it_though_nothing_was_sent_there(
     load.report(A, Reported(running=3, waiting=2, capacity_tokens=1 << 20), 0)
     chooser.hints.add(A, said, clock.now, 1.0)  # As other workers tell of what they have sent.
     chooser.crowding.found([(A, True), (B, False)])
-    booked = load.reserve(A, 100)
+    booked = load.reserve(A, 4096)
     fresh = chooser_of(clock)
     fresh.crowding.found([(B, False)])
     fresh.crowding._mean = chooser.crowding._mean
@@ -294,5 +294,7 @@ def test_nothing_learned_of_a_replica_outlives_it_though_nothing_was_sent_there(
     assert (load.reported(A), chooser.displacement.rooms([A])) == (None, [None])
     assert chooser.crowding.behind([A]) == fresh.crowding.behind([A])
     assert load.of(A).requests == 1, "its requests go on"
+    booked.first_byte(1000.0)
+    assert load.latency.of(A) == load.latency.of(D), "and say nothing of the new one"
     booked.release()
     assert load.of(A).requests == 0

@@ -155,6 +155,20 @@ def test_a_restart_ends_an_ejection_gently() -> None:
     assert rig.outliers.standing("a") is Standing.SLOW_START
 
 
+def test_who_has_long_been_well_again_has_no_record() -> None:
+    rig = Rig()
+    rig.fail("a", 3)
+    rig.outliers.came_back("b")
+    rig.fail("c")
+    for after_s, doubtful in ((6.0, "abc"), (9.0, "abc"), (2.0, "a"), (20.0, "")):
+        rig.now += after_s
+        for name in "abc":
+            rig.outliers.succeeded(name)
+        assert set(rig.outliers._records) <= set(doubtful)
+    assert rig.outliers.doubts_nobody
+    assert rig.admitted() == list(NAMES)
+
+
 def test_a_replica_that_is_removed_is_forgotten() -> None:
     rig = Rig()
     rig.fail("a", 3)
