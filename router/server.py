@@ -127,7 +127,8 @@ class _Connection(web.RequestHandler):
                 self._fail_body()
             else:
                 self._body = self._messages[-1][1]
-        elif self._waiter is not None and self._head_timer is None:
+        elif self._waiter is not None and self._head_timer is None and data.strip(b"\r\n"):
+            # Empty lines between requests are none (RFC 9112, section 2.2).
             self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
 
     def _receive_body(self, data: bytes) -> None:

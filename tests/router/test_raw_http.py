@@ -332,6 +332,15 @@ async def test_px02_a_head_that_does_not_come_whole_in_time_is_not_waited_for(
         assert got.statuses in ([], [200])
 
 
+async def test_px02_an_empty_line_behind_a_request_begins_no_other(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine(), head_timeout_s=0.05)
+    request = HEAD + b"Content-Length: 2\r\n\r\n{}"
+    got = await exchange(router, request, b"\r\n", b"", b"", b"", b"", b"", request, answers=2)
+    assert got.statuses == [200, 200]
+
+
 async def test_px02_a_body_that_falls_silent_is_a_408(start_engine: Any, start_router: Any) -> None:
     engine = await start_engine()
     router = await start_router(engine, body_idle_timeout_s=0.2)
