@@ -186,7 +186,7 @@ class Admin:
     async def decisions(self, request: web.Request) -> web.Response:
         """The last decisions, newest first; ``?limit=N`` and ``?request_id=ID`` narrow them."""
         limit = request.query.get("limit", "")
-        most = int(limit) if limit.isdecimal() else None
+        most = int(limit) if limit.isdecimal() and len(limit) < 10 else None
         shown = self._decisions.shown(most, request.query.get("request_id"))
         if self._colleagues is not None:
             shown = [{"worker": self._colleagues.number, **decision} for decision in shown]

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import http_parser, http_writer, web, web_protocol
+from aiohttp.streams import DataQueue
 
 from router.errors import SettingsError
 
@@ -26,7 +27,9 @@ _WRITER = ("_headers_buf", "_headers_written", "_write", "_eof", "chunked", "len
 _ANSWER = ("_payload_writer", "_keep_alive", "_eof_sent", "_headers", "_status", "_reason")
 _REQUEST = ("_message", "_protocol", "_task", "_prepare_hook")
 
-NAMES = frozenset({*_HANDLER, *_WRITER, *_ANSWER, *_REQUEST, "_serialize_headers", "_ErrInfo"})
+_OTHERS = ("_serialize_headers", "_ErrInfo", "_factory", "_buffer")
+
+NAMES = frozenset({*_HANDLER, *_WRITER, *_ANSWER, *_REQUEST, *_OTHERS})
 """All of them, whosever they are."""
 
 
@@ -56,9 +59,14 @@ def _missing_names() -> Iterator[str]:
     ):
         kind = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
         yield from (f"{kind.__name__}.{name}" for name in names if not hasattr(owner, name))
-    # A request is not made without a connection: what it keeps is what its code names.
-    kept = web.BaseRequest.__init__.__code__.co_names
-    yield from (f"BaseRequest.{name}" for name in ("_message", "_protocol", "_task") if name not in kept)
+    # These are not made without a connection or a loop: what they keep is what their code names.
+    for made, kept in (
+        (web.BaseRequest, ("_message", "_protocol", "_task")),
+        (aiohttp.BaseConnector, ("_factory",)),
+        (DataQueue, ("_buffer",)),
+    ):
+        named = made.__init__.__code__.co_names
+        yield from (f"{made.__name__}.{name}" for name in kept if name not in named)
 
 
 def _other_calls() -> Iterator[str]:

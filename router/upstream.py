@@ -4,13 +4,16 @@ come.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import ssl
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Protocol
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
@@ -105,15 +108,19 @@ def upstream_session(
     """
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
+    connector = aiohttp.TCPConnector(
+        limit=0,
+        keepalive_timeout=keepalive_s or None,
+        force_close=not keepalive_s,
+        ssl=tls,
+        ttl_dns_cache=DNS_TTL_S,
+        resolver=NameResolver(),
+    )
+    connector._factory = partial(  # type: ignore[assignment]
+        _EngineHandler, loop=asyncio.get_running_loop()
+    )
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
-            limit=0,
-            keepalive_timeout=keepalive_s or None,
-            force_close=not keepalive_s,
-            ssl=tls,
-            ttl_dns_cache=DNS_TTL_S,
-            resolver=NameResolver(),
-        ),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=idle_timeout_s),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
@@ -124,6 +131,14 @@ def upstream_session(
         max_headers=headers,
         read_bufsize=READ_BUFFER_BYTES,
     )
+
+
+class _EngineHandler(ResponseHandler):
+    def is_connected(self) -> bool:
+        """aiohttp asks before it uses a connection again. Where it had let it go before it saw a second
+        answer behind the first, the next request, of somebody else, would get that.
+        """
+        return super().is_connected() and not self._buffer
 
 
 async def _note_reuse(

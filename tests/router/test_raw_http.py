@@ -266,6 +266,26 @@ async def test_px10_an_answer_that_a_client_could_read_in_another_way_is_a_502(
         assert router.idle()
 
 
+async def test_px10_an_answer_behind_an_answer_is_nobodys(start_router: Any) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"POST"):
+                    writer.write(OK + b"Content-Length: 5\r\n\r\n")
+                    await asyncio.sleep(0.02)
+                    writer.write(b"hello" + OK + b"Content-Length: 4\r\n\r\nevil")
+                else:
+                    writer.write(OK + b'Content-Length: 21\r\n\r\n{"data":[{"id":"m"}]}')
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        got = await exchange(router, (HEAD + b"Content-Length: 0\r\n\r\n") * 3, answers=3)
+        assert (got.content.count(b"hello"), got.content.count(b"evil")) == (3, 0)
+
+
 async def test_px10_answers_have_the_same_limits_of_headers(start_router: Any) -> None:
     many = b"".join(b"X-%d: 1\r\n" % number for number in range(200))
     async with await answering_raw(b"HTTP/1.1 200 OK\r\n" + many + b"Content-Length: 0\r\n\r\n") as server:

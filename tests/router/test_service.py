@@ -325,6 +325,7 @@ async def test_debug_shows_replicas_and_decisions_with_every_cost_term(
     }
     assert best["cost"] == pytest.approx(0.0108)
     assert len((await router.get("/debug/decisions?limit=1"))["decisions"]) == 1
+    assert (await router.get("/debug/decisions?limit=" + "9" * 5000))["decisions"]
     replica = (await router.get("/debug/replicas"))["replicas"][0]
     assert (replica["name"], replica["health"], replica["model"]) == ("e0", "up", "m")
 
