@@ -14,6 +14,9 @@ from typing import Any
 from router.conversation import Chat, InexactError
 from router.errors import RouterError
 from router.template_time import certain_time
+from router.tool_schemas import check_indented
+
+USUAL_INDENT = 4
 
 
 class NoTransformersError(RouterError):
@@ -27,6 +30,7 @@ class ConvertedTemplates:
         self._tokenizer = tokenizer
         said = tokenizer.chat_template
         self.sources: Sequence[str] = list(said.values()) if isinstance(said, dict) else [said or ""]
+        self._indents = any("indent" in source for source in self.sources)
         self._says_date = any("strftime_now" in source for source in self.sources)
 
     def render(self, chat: Chat) -> str:
@@ -36,6 +40,8 @@ class ConvertedTemplates:
         if self._says_date:
             certain_time("%x")
         try:
+            if self._indents:
+                check_indented([chat.messages, chat.tools or (), chat.kwargs], USUAL_INDENT)
             text = self._tokenizer.apply_chat_template(
                 chat.messages, tools=chat.tools, tokenize=False, **chat.kwargs
             )

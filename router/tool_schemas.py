@@ -27,11 +27,12 @@ became 17 MB in half a second.
 def written(value: Any, *, indent: Any = None, **form: Any) -> str:
     """``json.dumps``. Raises ValueError for what would be too long or too deep, indented."""
     if indent is not None:
-        _check_indented(value, len(indent) if isinstance(indent, str) else indent)
+        check_indented(value, len(indent) if isinstance(indent, str) else indent)
     return json.dumps(value, indent=indent, **form)
 
 
-def _check_indented(value: Any, width: int) -> None:
+def check_indented(value: Any, width: int) -> None:
+    """Raises ValueError for what is too large to be indented by ``width`` spaces a level."""
     chars, inside = 0, [(value, 1)] if isinstance(value, dict | list | tuple) else []
     while inside:
         part, depth = inside.pop()
