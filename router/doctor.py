@@ -107,6 +107,8 @@ async def examine(
 
     ``curve`` are the keys for events, with servers by the names of the replicas.
     """
+    for finding in _shared_addresses(specs):
+        yield finding
     looks = [_Examination(spec, session, wait_s, curve, clock).findings() for spec in specs]
     for findings in await asyncio.gather(*looks):
         for finding in findings:
@@ -114,6 +116,26 @@ async def examine(
     if indexer is not None:
         for finding in await _of_indexer(_Web(session, indexer.rstrip("/")), indexer, specs):
             yield finding
+
+
+def _shared_addresses(specs: Sequence[ReplicaSpec]) -> list[Finding]:
+    """Replicas that are one and the same, or whose events are: each of them would be credited with what
+    another holds. An address of ours that engines connect to (``bind:``) may be shared.
+    """
+    first: dict[str, str] = {}
+    findings = []
+    for spec in specs:
+        sources = configured_sources(spec)
+        endpoints = [each for source in sources for each in (source.endpoint, source.replay_endpoint)]
+        for address in (spec.url, *(each for each in endpoints if each and not each.startswith(BIND))):
+            other = first.setdefault(address, spec.name)
+            if other != spec.name:
+                found, fix = (
+                    f"{address} is that of {other} too",
+                    "give each replica its own URL, events= and replay=",
+                )
+                findings.append(Finding(spec.name, "address", "bad", found, fix))
+    return findings
 
 
 class _Examination:
@@ -143,7 +165,11 @@ class _Examination:
         await self._look_at_models()
         before = await self._metrics()
         self._look_at_metrics(before)
-        sources = configured_sources(self._spec) or await self._told_sources()
+        sources = configured_sources(self._spec)
+        if sources:
+            await self._compare_with_told(sources)
+        else:
+            sources = await self._told_sources()
         there = [source for source in sources if await self._has_port(source)]
         if there:
             heard = await _Ear(self._spec.name, there, self._wait_s, self._curve, self._clock).listen()
@@ -158,7 +184,9 @@ class _Examination:
             status, _ = await self._web.get("/health")
         except _UNREACHABLE as error:
             found = f"no answer at {self._spec.url}: {why(error)}"
-            self._say("http", "bad", found, "start it, or correct its URL")
+            plain = isinstance(error, aiohttp.ClientSSLError)
+            fix = "write http://, if it serves no TLS; else its certificate is not trusted here"
+            self._say("http", "bad", found, fix if plain else "start it, or correct its URL")
             return False
         if status >= 500:
             self._say("http", "bad", f"/health answered {status}", "the engine is ill: see its log")
@@ -223,6 +251,27 @@ class _Examination:
             )
         return sources
 
+    async def _compare_with_told(self, sources: Sequence[EventSource]) -> None:
+        """Ports that are those of another engine are as good as their own to all other checks."""
+        try:
+            status, body = await self._web.get("/kv_event_sources")
+            told = read_event_sources(body, self._spec.host) if status == 200 else ()
+        except (DiscoveryError, *_UNREACHABLE):
+            return
+        by_rank = {source.rank: source for source in told}
+        for source in sources:
+            its = by_rank.get(source.rank)
+            if its is None or source.endpoint.startswith(BIND):
+                continue
+            for key, here, there in (
+                ("events", source.endpoint, its.endpoint),
+                ("replay", source.replay_endpoint, its.replay_endpoint),
+            ):
+                if here and there and _port_of(here) != _port_of(there):
+                    found = f"{key}={here} is configured, and the engine says port {_port_of(there)}"
+                    fix = f"right behind a port mapping alone; else it is another engine's: correct {key}="
+                    self._say(f"rank {source.rank} {key} port", "warning", found, fix)
+
     async def _has_port(self, source: EventSource) -> bool:
         """Whether the ports of a rank can be connected to."""
         check = f"rank {source.rank} port"
@@ -272,7 +321,10 @@ class _Examination:
     def _key_fix(self) -> str:
         name = self._spec.name
         if self._curve is None or self._curve.server_of(name) is None:
-            return f"give --curve-key FILE, and --curve-server {name}=FILE: the public key of what serves it"
+            return (
+                f"give --curve-key FILE, and --curve-server {name}=FILE: the public key of what serves it; "
+                "if nothing there has keys, see whether events= and replay= are in each other's place"
+            )
         return f"compare --curve-server {name}=FILE (or *=FILE) with its key, and have it let our own in"
 
     def _look_at_replay(self, source: EventSource, heard: Heard) -> None:
@@ -296,6 +348,10 @@ class _Examination:
             self._say(check, "bad", f"{told}: {self._spec.block_size} is configured", fix)
         elif sizes:
             self._say(check, "ok", f"{told} tokens")
+
+
+def _port_of(endpoint: str) -> str:
+    return endpoint.rpartition(":")[2]
 
 
 async def _connect(endpoint: str) -> str | None:

@@ -208,6 +208,38 @@ async def test_ev31_ev32_what_the_indexer_says_is_told_and_what_it_does_not_foll
     assert bad(wrong) == {"http"}
 
 
+async def test_ev32_replicas_with_one_address_and_events_of_another_engine_are_told(
+    session: aiohttp.ClientSession,
+) -> None:
+    told = {
+        "0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "enable_kv_cache_events": True}
+    }
+    async with TestServer(Ill(told).app()) as server:
+        url = server.make_url("")
+        one = f"e0={url},events=tcp://127.0.0.1:1"
+        findings = await look(session, one, f"e1={url},events=tcp://127.0.0.1:1,replay=tcp://127.0.0.1:5558")
+        bound = await look(
+            session, *(f"e{n}=http://127.0.0.1:{n},events=bind:tcp://*:9,topic=t{n}" for n in (1, 2))
+        )
+    assert findings["e1", "address"].found == "tcp://127.0.0.1:1 is that of e0 too"
+    assert ("e0", "address") not in findings
+    crossed = findings["e0", "rank 0 events port"]
+    assert (crossed.level, crossed.found) == (
+        "warning",
+        "events=tcp://127.0.0.1:1 is configured, and the engine says port 5557",
+    )
+    assert ("e1", "rank 0 replay port") not in findings
+    assert not any(check == "address" for _, check in bound)
+
+
+async def test_a_server_without_tls_is_told_to_be_asked_without(session: aiohttp.ClientSession) -> None:
+    async with TestServer(Ill().app()) as server:
+        url = str(server.make_url("")).replace("http:", "https:")
+        found = (await look(session, f"e0={url}"))["e0", "http"]
+    assert "TLS: " in found.found
+    assert found.fix.startswith("write http://")
+
+
 async def test_op04_a_model_that_the_engine_does_not_serve_is_told(session: aiohttp.ClientSession) -> None:
     async with TestServer(Ill().app()) as server:
         line = f"e0={server.make_url('')}"
