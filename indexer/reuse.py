@@ -225,7 +225,7 @@ def _common(one: str, other: str) -> int:
 
 def _prompt_of(body: dict[str, Any]) -> _Prompt:
     """The text of a request, in the order in which templates write it: tools, then messages."""
-    parts = [("tools", json.dumps(body["tools"], indent=1))] if body.get("tools") else []
+    parts = [("tools", _written(body["tools"]))] if body.get("tools") else []
     prompt, messages = body.get("prompt"), body.get("messages")
     if isinstance(prompt, str):
         parts.append(("prompt", prompt))
@@ -234,13 +234,21 @@ def _prompt_of(body: dict[str, Any]) -> _Prompt:
             place = f"messages[{number}] ({message.get('role')})"
             parts.append((place, _text_of(message.get("content"))))
             if message.get("tool_calls"):
-                parts.append((place, json.dumps(message["tool_calls"], indent=1)))
+                parts.append((place, _written(message["tool_calls"])))
     parts = [(place, text) for place, text in parts if text]
     starts, end = [], 0
     for _, text in parts:
         starts.append(end)
         end += len(text) + 1
     return _Prompt("".join(text + "\n" for _, text in parts), [place for place, _ in parts], starts)
+
+
+def _written(value: Any) -> str:
+    """In lines, so that equal parts are found; nothing of what is nested too deeply to be written so."""
+    try:
+        return json.dumps(value, indent=1)
+    except RecursionError:
+        return ""
 
 
 def _text_of(content: Any) -> str:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from events.recording import Done, RecordingWriter, Sent
-from indexer.reuse import BLOCK_TOKENS, Reuse, _common, measure
+from indexer.reuse import BLOCK_TOKENS, Reuse, _common, _written, measure
 from warmroute import main
 
 RULES = " ".join(f"Rule {number}: never do the thing number {number * 7}." for number in range(40))
@@ -111,6 +111,17 @@ def test_requests_that_are_tokens_alone_or_of_strange_form_are_measured(tmp_path
     writer.close()
     found = measure(path)
     assert (found.requests, found.guessed, found.prompt, found.reusable) == (5, 3, 200, 96)
+
+
+def test_tools_that_are_nested_deeply_are_passed_over(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(400):
+        deep = [deep]
+    found = look(tmp_path, *(chat(f"It is 22:{n}. {RULES}", "What?", tools=deep) for n in range(10, 12)))
+    assert found.requests == 2
+    for _ in range(5000):
+        deep = [deep]
+    assert _written(deep) == ""
 
 
 def test_what_two_texts_begin_with() -> None:
