@@ -22,7 +22,7 @@ from router.engine_connection import EngineConnection
 from router.errors import ConnectTimeoutError, UnreachableError
 from router.head import HeadLimits
 from router.headers import CONNECTION, CONTENT_LENGTH, TE
-from router.upstream import DNS_TTL_S, NO_TRAILERS, Taker, UpstreamAnswer, told
+from router.upstream import DNS_TTL_S, NO_TRAILERS, Taker, UpstreamAnswer, engine_socket, told
 
 NEXT_ADDRESS_AFTER_S = 0.25
 """How long the first of several addresses is waited for alone (RFC 8305)."""
@@ -155,6 +155,7 @@ class PooledUpstream:
             happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S,
             interleave=1,
             loop=self._loop,
+            socket_factory=engine_socket,
         )
         try:
             _, connection = await self._loop.create_connection(

@@ -44,7 +44,7 @@ class RelayedAnswer:
         content_type = answer.headers.get("Content-Type", "")
         self.is_stream = content_type.lower().startswith("text/event-stream")
         self.tap = AnswerTap(is_stream=self.is_stream, whole=whole)
-        readable = self.is_stream and "Content-Encoding" not in answer.headers
+        readable = self.is_stream and answer.headers.get("Content-Encoding", "identity").lower() == "identity"
         self._keeps_length = not (without_usage and readable)
         # What has a length, or is compressed, is no place for an event of ours.
         self._takes_events = readable and not (self._keeps_length and "Content-Length" in answer.headers)

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
@@ -33,6 +34,10 @@ READ_BUFFER_BYTES = 256 * 1024
 DNS_TTL_S = 10
 SWITCHING_PROTOCOLS = 101
 NO_TRAILERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Asks the other host after so many seconds of silence, every so often, and gives up after so many times."""
+AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
 
 Taker = Callable[[bytes], bool]
 """Takes a piece of a body; says whether there is room for another one."""
@@ -78,6 +83,19 @@ def check_head(answer: UpstreamAnswer) -> None:
             raise UpstreamError("an answer in a transfer coding that is not chunked")
 
 
+def engine_socket(address: AddressInfo) -> socket.socket:
+    """The socket of a connection to an engine. A host that went without a word (no power, no network) is
+    noticed while nothing is said: an engine may be silent for as long as ``--idle-timeout-s``.
+    """
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
 class Upstream(Protocol):
     """Sends requests to engines."""
 
@@ -115,6 +133,7 @@ def upstream_session(
         ssl=tls,
         ttl_dns_cache=DNS_TTL_S,
         resolver=NameResolver(),
+        socket_factory=engine_socket,
     )
     connector._factory = partial(  # type: ignore[assignment]
         _EngineHandler, loop=asyncio.get_running_loop()

@@ -91,6 +91,19 @@ async def test_a_stream_with_a_length_loses_its_usage_chunk_too_and_none_comes_c
     assert await streamed(router) == TEXT + FINISH + DONE
 
 
+async def test_usage_is_kept_from_clients_of_an_engine_that_names_no_coding_at_all(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        usage = b'data: {"choices":[],"usage":{"prompt_tokens":100}}\n\n'
+        headers = {"Content-Type": "text/event-stream", "Content-Encoding": "identity"}
+        return web.Response(body=TEXT + FINISH + usage + DONE, headers=headers)
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine, lookup=kit.lookup(kit.matched("e0", 96)))
+    assert await streamed(router) == TEXT + FINISH + DONE
+
+
 async def test_usage_is_asked_for_and_kept_from_clients_that_did_not_ask(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from router import pool, upstream
 from router.body import BodyPace
 from router.settings import UPSTREAM_CLIENTS
+from router.upstream import engine_socket
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: r\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -264,6 +266,32 @@ async def test_px10_an_answer_that_a_client_could_read_in_another_way_is_a_502(
         assert got.statuses == [502]
         assert b"hello" not in got.content
         assert router.idle()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system has another name for it")
+async def test_px07_an_engines_host_that_goes_without_a_word_is_noticed_in_half_a_minute(
+    start_engine: Any, start_router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[socket.socket] = []
+
+    def kept(address: Any) -> socket.socket:
+        made.append(engine_socket(address))
+        return made[-1]
+
+    for module in (pool, upstream):
+        monkeypatch.setattr(module, "engine_socket", kept)
+    engine = await start_engine()
+    router = await start_router(engine)
+    made.clear()
+    async with router.client.post(f"{router.url}/v1/x", json={}) as response:
+        assert response.status == 200
+        (connection,) = made
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, every, times = (
+            connection.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert idle + every * times <= 30
 
 
 async def test_px10_an_answer_behind_an_answer_is_nobodys(start_router: Any) -> None:
