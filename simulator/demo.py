@@ -258,6 +258,8 @@ def _conclusion(measured: dict[str, Measured], fallbacks: int) -> str:
         "",
         "Look further:",
         "  README.md                        put it in front of your own vLLM",
+        "  docs/operating.md                is it worth it on your own traffic?",
+        "  warmroute replay workload:rag    policies on other traffic, in seconds",
         "  docs/architecture.md             how the map and the decision work",
         "  compose/compose.yaml             the same parts in containers",
         "  warmroute engine --help          an engine like these, to play with",
