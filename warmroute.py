@@ -747,9 +747,23 @@ def demo(as_json: bool, seed: int) -> None:
 @click.option(
     "--spread", is_flag=True, help="Spread requests that a trace stamps alike until its next timestamp."
 )
+@click.option(
+    "--per-s",
+    type=float,
+    help="Sessions (chats, agents) or requests of a made-up workload that begin in a second.  "
+    "[default: what such a fleet can bear]",
+)
 @click.option("--seed", default=0, show_default=True, help="Of chance, and of a made-up workload.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-def replay(trace: str, policies: str, spread: bool, seed: int, as_json: bool, **shape: Any) -> None:
+def replay(
+    trace: str,
+    policies: str,
+    spread: bool,
+    per_s: float | None,
+    seed: int,
+    as_json: bool,
+    **shape: Any,
+) -> None:
     """Compares policies on a trace, with a simulated fleet.
 
     On virtual time, with the router's own code. Says when knowing caches is not worth it. TRACE is a file of
@@ -762,7 +776,7 @@ def replay(trace: str, policies: str, spread: bool, seed: int, as_json: bool, **
 
     terminal = Console(stderr=True)
     try:
-        requests = load_trace(trace, seed, spread_out=spread)
+        requests = load_trace(trace, seed, spread_out=spread, per_s=per_s)
         results = compare(
             requests, [name.strip() for name in policies.split(",")], Shape(seed=seed, **shape), terminal
         )

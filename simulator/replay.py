@@ -36,13 +36,18 @@ class Replayed(msgspec.Struct, frozen=True):
     busy: float
 
 
-def load_trace(name: str, seed: int = 0, *, spread_out: bool = False) -> list[Traced]:
-    """The file of that name, or the made-up traffic of ``workload:NAME``. Raises TraceError.
+def load_trace(
+    name: str, seed: int = 0, *, spread_out: bool = False, per_s: float | None = None
+) -> list[Traced]:
+    """The file of that name, or the made-up traffic of ``workload:NAME``, of which so much begins ``per_s``.
+    Raises TraceError.
 
     ``spread_out``: what a file stamps alike comes one after the other, until its next timestamp.
     """
     if name.startswith(WORKLOAD):
-        return workload(name.removeprefix(WORKLOAD), seed)
+        return workload(name.removeprefix(WORKLOAD), seed, per_s)
+    if per_s is not None:
+        raise TraceError(f"{per_s} a second: {name} is a file and has its times; {WORKLOAD}NAME has none")
     path = Path(name)
     trace = read_recorded(path) if is_recording(path) else read_trace(path)
     if not trace:

@@ -1,8 +1,9 @@
 """Made-up traffic for the fleet simulation, seeded: half an hour of an ongoing service, as published traces
 show it. Lengths, gaps and skews are published ones, with their sources; where quantiles are known, they are
 drawn from the lognormal distribution that has them. How much comes follows one rule: a pooled cache would
-leave to compute 70 % of what eight replicas of 4,700 tokens/s that cache a million tokens each can do (69 to
-71 %, mean of the seeds 0 to 3).
+leave to compute 70 % of what eight replicas of 4,700 tokens/s can do (69 to 71 %, mean of the seeds 0 to 3):
+as much as it says here where each caches a million tokens, and where each caches 420,000, which is what GPU
+memory alone holds, ``LESS_PER_S``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate
+from typing import Protocol
 
 from simulator.errors import TraceError
 from simulator.trace import BLOCK_TOKENS, Traced
@@ -71,6 +73,18 @@ HUMAN_S = Spread(84, 1236)
 CONTEXT_TOKENS = 200_000
 SUMMARY_TOKENS = 8000
 
+NEW_PER_S = 6.6
+ALIKE_PER_S = 13.2
+"""Requests with nothing shared, and with one prefix common to all; of 4,000 and 2,000 new tokens."""
+
+# A dense model of 70 billion parameters in bf16 on four GPUs of 80 GB: 288 GB that vLLM takes (0.9), less 141
+# of weights, would be 449,000 tokens of 327,680 bytes (80 layers, 8 KV heads of 128, keys and values).
+# Activations and graphs take some more: LMCache's documentation (getting_started/faq) has 420,208 tokens for
+# Llama-3.1-70B on four H100.
+GPU_TOKENS = 420_000
+LESS_PER_S = {"chats": 6.9, "rag": 4.9, "agents": 0.1192}
+"""How much comes where each replica caches ``GPU_TOKENS``, by the same rule."""
+
 MOST_TOKENS = 64_000
 """Nothing that is said at once is longer."""
 
@@ -114,12 +128,12 @@ class _Text:
         return max(1, min(MOST_TOKENS, int(spread.of(self.chance))))
 
 
-def chats(seed: int) -> list[Traced]:
+def chats(seed: int, per_s: float = CHATS_PER_S) -> list[Traced]:
     """Many chats of several turns over few system prompts."""
     text = _Text(seed)
     systems = [text.blocks(tokens) for tokens in SYSTEM_TOKENS]
     made = []
-    for starts in text.arrivals(CHATS_PER_S, EARLIER_S):
+    for starts in text.arrivals(per_s, EARLIER_S):
         at_s, session, history, rest = starts, text.session(), text.chance.choice(systems), 0
         for _ in range(1 + int(MORE_TURNS.of(text.chance))):
             answer = text.draw(ANSWER_TOKENS)
@@ -133,7 +147,7 @@ def chats(seed: int) -> list[Traced]:
     return _by_time(made)
 
 
-def rag(seed: int) -> list[Traced]:
+def rag(seed: int, per_s: float = QUESTIONS_PER_S) -> list[Traced]:
     """Questions about two documents each, some of them popular (Zipf)."""
     text = _Text(seed)
     instructions = text.blocks(INSTRUCTION_TOKENS)
@@ -147,19 +161,19 @@ def rag(seed: int) -> list[Traced]:
         return before + text.blocks(lengths[documents[-1]]) if documents else before
 
     made = []
-    for at_s in text.arrivals(QUESTIONS_PER_S):
+    for at_s in text.arrivals(per_s):
         found = text.chance.choices(range(DOCUMENTS), cum_weights=weights, k=2)
         question, answer = text.tokens(QUESTION_TOKENS), text.tokens(QUESTION_TOKENS)
         made.append(text.request(at_s, prompt(*found), question, answer))
     return made
 
 
-def agents(seed: int) -> list[Traced]:
+def agents(seed: int, per_s: float = SESSIONS_PER_S) -> list[Traced]:
     """Coding agents: long sessions that grow with each step, over one prompt of tools."""
     text = _Text(seed)
     tools = text.blocks(TOOLS_TOKENS)
     made = []
-    for starts in text.arrivals(SESSIONS_PER_S, EARLIER_S):
+    for starts in text.arrivals(per_s, EARLIER_S):
         at_s, session, history, rest = starts, text.session(), tools, 0
         for _ in range(text.draw(STEPS)):
             request = text.request(at_s, history, rest + text.draw(APPENDED_TOKENS), STEP_TOKENS, session)
@@ -175,20 +189,26 @@ def agents(seed: int) -> list[Traced]:
     return _by_time(made)
 
 
-def nothing_shared(seed: int) -> list[Traced]:
+def nothing_shared(seed: int, per_s: float = NEW_PER_S) -> list[Traced]:
     """Every prompt is new from its first token on."""
     text = _Text(seed)
-    return [text.request(at_s, [], text.tokens(4000), text.tokens(300)) for at_s in text.arrivals(6.6)]
+    return [text.request(at_s, [], text.tokens(4000), text.tokens(300)) for at_s in text.arrivals(per_s)]
 
 
-def one_prefix(seed: int) -> list[Traced]:
+def one_prefix(seed: int, per_s: float = ALIKE_PER_S) -> list[Traced]:
     """One prefix common to all requests, and a tail of each one's own."""
     text = _Text(seed)
     prefix = text.blocks(8192)
-    return [text.request(at_s, prefix, text.tokens(2000), text.tokens(300)) for at_s in text.arrivals(13.2)]
+    return [text.request(at_s, prefix, text.tokens(2000), text.tokens(300)) for at_s in text.arrivals(per_s)]
 
 
-WORKLOADS: dict[str, Callable[[int], list[Traced]]] = {
+class _Maker(Protocol):
+    """Makes up the traffic of a seed, of which so many sessions or requests begin in a second."""
+
+    def __call__(self, seed: int, per_s: float = ...) -> list[Traced]: ...
+
+
+WORKLOADS: dict[str, _Maker] = {
     "chats": chats,
     "rag": rag,
     "agents": agents,
@@ -197,12 +217,19 @@ WORKLOADS: dict[str, Callable[[int], list[Traced]]] = {
 }
 
 
-def workload(name: str, seed: int = 0) -> list[Traced]:
-    """The traffic of that name. Raises TraceError for a name that is none."""
-    try:
-        return WORKLOADS[name](seed)
-    except KeyError:
-        raise TraceError(f"unknown workload {name!r}; choose one of {', '.join(WORKLOADS)}") from None
+def workload(name: str, seed: int = 0, per_s: float | None = None) -> list[Traced]:
+    """The traffic of that name; of which ``per_s`` sessions or requests begin in a second, instead of as many
+    as the rule has for caches of a million tokens. Raises TraceError for a name that is none, and for none
+    in a second.
+    """
+    made = WORKLOADS.get(name)
+    if made is None:
+        raise TraceError(f"unknown workload {name!r}; choose one of {', '.join(WORKLOADS)}")
+    if per_s is None:
+        return made(seed)
+    if not 0 < per_s < float("inf"):
+        raise TraceError(f"{per_s} a second of workload {name}: must be a number above 0")
+    return made(seed, per_s)
 
 
 def _by_time(requests: list[Traced]) -> list[Traced]:

@@ -98,6 +98,8 @@ def test_times_of_a_fleet_that_does_not_keep_up_are_said_to_mean_little() -> Non
 def test_replay_refuses_in_one_line(tmp_path: Path) -> None:
     for arguments, complaint in (
         (["workload:none"], "unknown workload 'none'"),
+        (["workload:rag", "--per-s", "0"], "must be a number above 0"),
+        ([str(tmp_path / "none"), "--per-s", "1"], "is a file and has its times"),
         ([str(tmp_path / "none")], "cannot read the trace"),
         (["workload:rag", "--policy", "none"], "unknown --policy 'none'"),
         (["workload:rag", "--added-at-s", "-1"], "added_at_s -1.0: must be 0 or more"),

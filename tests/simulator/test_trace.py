@@ -9,8 +9,10 @@ import pytest
 
 from simulator import traffic
 from simulator.errors import TraceError
+from simulator.fleet import Shape
+from simulator.replay import pooled
 from simulator.trace import BLOCK_TOKENS, Traced, read_trace, spread
-from simulator.traffic import DOCUMENTS, DURATION_S, WORKLOADS, workload
+from simulator.traffic import DOCUMENTS, DURATION_S, GPU_TOKENS, LESS_PER_S, WORKLOADS, workload
 
 LINE = '{"timestamp": 1500, "input_length": 1030, "output_length": 7, "hash_ids": [1, 2, 3]}'
 
@@ -62,6 +64,22 @@ def test_an_unknown_workload_is_refused_with_the_known_ones() -> None:
         workload("none")
 
 
+def test_as_much_made_up_traffic_comes_as_is_asked_for() -> None:
+    asked = {per_s: len(workload("rag", per_s=per_s)) for per_s in (1.0, 2.0)}
+    assert asked == pytest.approx({1.0: DURATION_S, 2.0: 2 * DURATION_S}, rel=0.1)
+    for none in (0.0, -1.0, float("nan")):
+        with pytest.raises(TraceError, match="a second of workload rag: must be a number above 0"):
+            workload("rag", per_s=none)
+
+
+def test_a_pooled_cache_leaves_of_documents_what_the_rule_says() -> None:
+    for cache_tokens, per_s in ((1_000_000, None), (GPU_TOKENS, LESS_PER_S["rag"])):
+        trace = workload("rag", 1, per_s)
+        limit = pooled(trace, Shape(cache_tokens=cache_tokens))
+        tokens = sum(request.prompt_tokens for request in trace)
+        assert 0.65 < tokens * (1 - limit.hit_rate) / (8 * 4700 * DURATION_S) < 0.75
+
+
 def test_what_is_stamped_alike_is_spread_until_the_next_stamp_in_its_order() -> None:
     trace = [Traced(at_s, 1, 1, (number,)) for number, at_s in enumerate((0.0, 0.0, 0.0, 3.0, 9.0, 9.0))]
     apart = spread(trace)
@@ -75,10 +93,9 @@ def test_what_is_stamped_alike_is_spread_until_the_next_stamp_in_its_order() -> 
 def test_made_up_chats_are_as_long_and_as_slow_as_those_they_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(traffic, "CHATS_PER_S", 3.0)
     monkeypatch.setattr(traffic, "EARLIER_S", 0.0)
     by_session: dict[int | None, list[Traced]] = {}
-    for request in workload("chats"):
+    for request in workload("chats", per_s=3.0):
         by_session.setdefault(request.session, []).append(request)
     begun = [turns for turns in by_session.values() if turns[0].at_s < DURATION_S / 3]
     gaps = sorted(after.at_s - before.at_s for turns in begun for before, after in pairwise(turns))
