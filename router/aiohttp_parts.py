@@ -20,6 +20,7 @@ from router.errors import SettingsError
 _HANDLER = (
     *("_messages", "_waiter", "_parser", "_loop", "_task_handler", "_close", "_force_close", "_upgraded"),
     *("_buffer_paused", "_reading_paused", "_msg_queue_resume_size", "_resume_reading_if_drained"),
+    "_pause_transport_reading",
     *("_keepalive_handle", "_keepalive_timeout", "_next_keepalive_close_time", "_process_keepalive"),
     *("_lingering_time", "_handle_request", "max_field_size", "writing_paused", "log_exception"),
 )

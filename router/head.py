@@ -9,12 +9,10 @@ from aiohttp.http import HttpResponseParser, RawResponseMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDictProxy
 
-from router.upstream import SWITCHING_PROTOCOLS
+from router.upstream import CONTROL, SWITCHING_PROTOCOLS
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 """What ends a head: the parser takes lines without a carriage return, too."""
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""The parser of answers lets them through, and nothing that writes headers does."""
 
 
 class HeadError(Exception):
@@ -85,6 +83,6 @@ def _parsed(parser: HttpResponseParser, data: bytes) -> RawResponseMessage | Non
     except HttpProcessingError as error:
         raise HeadError(str(error) or type(error).__name__) from error
     message = messages[0][0] if messages else None
-    if message is not None and _CONTROL.search("".join(message.headers.values())):
+    if message is not None and CONTROL.search("".join(message.headers.values())):
         raise HeadError("a control character in a header")
     return message

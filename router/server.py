@@ -7,7 +7,9 @@ with bytes of a request: they hold prompts and keys.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import select
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -34,6 +36,9 @@ _MESSAGES = {
     "--admin-listen",
 }
 
+LOOK_S = 0.5
+"""How often is looked whether a client that is not read is still there."""
+_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 LAST_BYTES_S = 1.0
 """How long a client that sent no HTTP may go on sending, and read why it is refused."""
 
@@ -103,6 +108,7 @@ class _Connection(web.RequestHandler):
         self.parting = server.parting
         self._head_s = limits.head_s
         self._head_timer: asyncio.TimerHandle | None = None
+        self._look_timer: asyncio.TimerHandle | None = None
         self._body: StreamReader | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -111,6 +117,8 @@ class _Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_head_timer()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -130,6 +138,25 @@ class _Connection(web.RequestHandler):
         elif self._waiter is not None and self._head_timer is None and data.strip(b"\r\n"):
             # Empty lines between requests are none (RFC 9112, section 2.2).
             self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
+
+    def _pause_transport_reading(self) -> None:
+        super()._pause_transport_reading()
+        if self._look_timer is None:
+            self._look_timer = self._loop.call_later(LOOK_S, self._look_whether_gone)
+
+    def _look_whether_gone(self) -> None:
+        """While nothing is read, nothing tells that the client is gone: one that has sent more behind a
+        request than is read ahead would keep its place at the engine to the end.
+        """
+        self._look_timer = None
+        if self.transport is None or not (self._reading_paused or self._buffer_paused):
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._look_timer = self._loop.call_later(LOOK_S, self._look_whether_gone)
 
     def _receive_body(self, data: bytes) -> None:
         """A connection that closes after this request takes the rest of it, which aiohttp would throw away:
@@ -208,7 +235,9 @@ class _Connection(web.RequestHandler):
         await self.finish_response(request, self.handle_error(request, error.status, error.exc), None)
         self.close()
         if self.transport is not None and self.transport.can_write_eof():
-            self.transport.write_eof()
+            # Of a client that has reset its connection, which will be told in the next step.
+            with contextlib.suppress(OSError):
+                self.transport.write_eof()
         # It ends sooner, with the connection. An answer would not come to a client that still sends when its
         # connection closes.
         await asyncio.sleep(LAST_BYTES_S)

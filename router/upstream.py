@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import socket
 import ssl
 from collections.abc import Callable
@@ -33,6 +34,8 @@ READ_BUFFER_BYTES = 256 * 1024
 """So much of an answer is held while nobody takes it, before the engine has to wait."""
 DNS_TTL_S = 10
 SWITCHING_PROTOCOLS = 101
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""aiohttp's parser of answers lets them through in a header, and nothing that writes headers does."""
 NO_TRAILERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -199,6 +202,9 @@ class AiohttpUpstream:
             raise DisconnectedError(told(error), stale=connection.reused and not _has_begun(error)) from error
         except aiohttp.ClientError as error:
             raise UpstreamError(f"an answer that is no HTTP: {told(error)}") from error
+        if CONTROL.search("".join(answer.headers.values())):
+            answer.close()
+            raise UpstreamError("an answer that is no HTTP: a control character in a header")
         return _AiohttpAnswer(answer)
 
 

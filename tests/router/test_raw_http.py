@@ -248,6 +248,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKS = b"5\r\nhello\r\n0\r\n\r\n"
 TWO_WAYS = {
     "a blank before the colon": OK + b"Content-Length : 5\r\n\r\nhello",
+    "a control character": OK + b"X-A: a\x01b\r\nContent-Length: 5\r\n\r\nhello",
     "a coding beside chunked": OK + b"Transfer-Encoding: gzip, chunked\r\n\r\n" + CHUNKS,
     "a coding and no chunks": OK + b"Transfer-Encoding: gzip\r\n\r\nhello",
     "a coding that is none": OK + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKS,

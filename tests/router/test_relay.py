@@ -386,6 +386,25 @@ async def test_px05_a_client_that_leaves_takes_the_upstream_with_it(
     assert await router.metric("requests_total", **labels) == 1
 
 
+async def test_px05_a_client_that_has_sent_more_than_is_read_ahead_and_leaves_is_noticed(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine)
+    _, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+    head = b"POST /v1/x HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % 2 + b"{}" + head % 9_000_000 + b" " * 1_000_000)
+    await kit.wait_until(lambda: engine.open == 1, "the first is at work")
+    await asyncio.sleep(0.05)
+    writer.transport.abort()
+    await kit.wait_until(lambda: engine.cancelled == 1, "the engine is told")
+    await kit.wait_until(router.idle, "nothing is in flight")
+
+
 async def test_a_client_that_leaves_while_its_prompt_is_tokenised_leaves_nothing_behind(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio.selector_events
+import errno
 import json
 from contextlib import AsyncExitStack
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,6 +70,18 @@ async def test_op08_op10_malformed_http_is_told_in_our_shape_and_logged_once_wit
     assert len(lines) == len(set(lines)) <= len(MALFORMED)
     assert engine.generated == 0
     assert router.idle()
+
+
+async def test_op08_a_client_that_resets_its_connection_behind_what_is_no_http_is_no_failure(
+    start_engine: Any, start_router: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Between the answer and this step, as it happens now and then.
+    reset = Mock(side_effect=OSError(errno.ENOTCONN, "not connected"))
+    monkeypatch.setattr(asyncio.selector_events._SelectorSocketTransport, "write_eof", reset)
+    router = await start_router(await start_engine())
+    status, _, _ = await answer_to(router, b"NONSENSE\r\n\r\n")
+    assert (status, reset.called) == (400, True)
+    assert "a connection failed" not in caplog.text
 
 
 @pytest.mark.parametrize(
