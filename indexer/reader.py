@@ -151,6 +151,7 @@ class MapReader:
         self._inode = None if file is None else file.stat().st_ino
         self._decoded: dict[bytes, tuple[bytes, StreamRecord]] = {}
         self._seen: tuple[int, Families] = (-1, Families([]))
+        self._beat: tuple[int, float] = (-1, float("-inf"))
         self._corrections = CorrectionReader(tables, clock)
 
     @classmethod
@@ -227,10 +228,14 @@ class MapReader:
         return families
 
     def _heartbeat_age(self, txn: lmdb.Transaction) -> float:
-        beat = txn.get(META_HEARTBEAT, db=self._tables.meta)
-        # A beat of another boot, or of another host on a network file system, is of another clock.
-        ours = txn.get(META_BOOT, db=self._tables.meta) == self._boot
-        age = max(0.0, self._clock() - float(beat)) if beat is not None and ours else float("inf")
+        (version, beat_at), now = self._beat, txn.id()
+        if version != now:
+            beat = txn.get(META_HEARTBEAT, db=self._tables.meta)
+            # A beat of another boot, or of another host on a network file system, is of another clock.
+            ours = txn.get(META_BOOT, db=self._tables.meta) == self._boot
+            beat_at = float(beat) if beat is not None and ours else float("-inf")
+            self._beat = (now, beat_at)
+        age = max(0.0, self._clock() - beat_at)
         if age > HEARTBEAT_LIMIT_S:
             self._check_file()
         return age

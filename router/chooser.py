@@ -121,7 +121,7 @@ class Chooser:
         """What is known of each stream, with its load of ``loads``."""
         prompt_tokens, matches = subject.prompt_tokens, subject.matches or {}
         soon = self.hints.soon(subject.marks, now)
-        speeds = [self.load.latency.of(stream) for stream in streams]
+        speeds = self.load.latency.each(streams)
         queued = self._filled(streams, loads, speeds)
         behind, rooms = self.crowding.behind(streams, self.load.echo), self.displacement.rooms(streams)
         found = []
@@ -129,7 +129,7 @@ class Chooser:
         for stream, load, speed, prefill_tokens, behind_it, room_tokens in each:
             matched, cached, credited, hinted = matches.get(stream), None, 0, 0
             if matched is not None and prompt_tokens:
-                cached, credited = _credit(matched, prompt_tokens)
+                cached, credited = _credit(matched, prompt_tokens) if matched.disk else (0, 0)
             if soon and prompt_tokens and stream in soon:
                 hinted = min(soon[stream] * self._mark_tokens, prompt_tokens - 1)
             candidate = Candidate(

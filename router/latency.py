@@ -70,6 +70,10 @@ class Latency:
             return self._typical
         return own
 
+    def each(self, streams: Sequence[StreamId]) -> list[Speed]:
+        """The speed of each of the streams, as :meth:`of` gives it."""
+        return [self.of(stream) for stream in streams] if self._unlike else [self._typical] * len(streams)
+
     def observe(self, stream: StreamId, tokens: int, seconds: float) -> None:
         """A first token came ``seconds`` after its request was sent, with ``tokens`` to compute before it."""
         if tokens < FEWEST_TOKENS or not LEAST_S <= seconds < float("inf"):
