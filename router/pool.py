@@ -22,7 +22,7 @@ from router.engine_connection import EngineConnection
 from router.errors import ConnectTimeoutError, UnreachableError
 from router.head import HeadLimits
 from router.headers import CONNECTION, CONTENT_LENGTH, TE
-from router.upstream import DNS_TTL_S, NO_TRAILERS, Taker, UpstreamAnswer, engine_socket, told
+from router.upstream import DNS_TTL_S, NO_TRAILERS, Taker, UpstreamAnswer, told, watch_host
 
 NEXT_ADDRESS_AFTER_S = 0.25
 """How long the first of several addresses is waited for alone (RFC 8305)."""
@@ -150,23 +150,28 @@ class PooledUpstream:
             raise UnreachableError(told(error)) from error
 
     async def _dial(self, origin: Origin) -> EngineConnection:
+        addresses = await self._names.addresses(origin.host, origin.port)
+        host, port, *scoped = addresses[0][4]
+        if len(addresses) == 1 and not any(scoped):
+            # In one step: to have a socket connected and then taken over costs three times as much.
+            return await self._connection(origin, host=host, port=port)
         dialled = await aiohappyeyeballs.start_connection(
-            await self._names.addresses(origin.host, origin.port),
-            happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S,
-            interleave=1,
-            loop=self._loop,
-            socket_factory=engine_socket,
+            addresses, happy_eyeballs_delay=NEXT_ADDRESS_AFTER_S, interleave=1, loop=self._loop
         )
         try:
-            _, connection = await self._loop.create_connection(
-                lambda: EngineConnection(self._loop, self._idle_timeout_s, self._limits),
-                sock=dialled,
-                ssl=self._tls if origin.is_tls else None,
-                server_hostname=origin.host if origin.is_tls else None,
-            )
+            return await self._connection(origin, sock=dialled)
         except BaseException:
             dialled.close()
             raise
+
+    async def _connection(self, origin: Origin, **where: Any) -> EngineConnection:
+        transport, connection = await self._loop.create_connection(
+            lambda: EngineConnection(self._loop, self._idle_timeout_s, self._limits),
+            ssl=self._tls if origin.is_tls else None,
+            server_hostname=origin.host if origin.is_tls else None,
+            **where,
+        )
+        watch_host(transport.get_extra_info("socket"))
         return connection
 
 

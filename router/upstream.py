@@ -87,16 +87,21 @@ def check_head(answer: UpstreamAnswer) -> None:
 
 
 def engine_socket(address: AddressInfo) -> socket.socket:
-    """The socket of a connection to an engine. A host that went without a word (no power, no network) is
-    noticed while nothing is said: an engine may be silent for as long as ``--idle-timeout-s``.
-    """
+    """The socket of a connection to an engine, whose host is watched."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    watch_host(made)
+    return made
+
+
+def watch_host(connected: socket.socket) -> None:
+    """Has a host that went without a word (no power, no network) noticed while nothing is said: an engine may
+    be silent for as long as ``--idle-timeout-s``.
+    """
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if (option := getattr(socket, name, None)) is not None:
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Upstream(Protocol):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
+from glob import glob
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from multidict import CIMultiDict
 
 from events.names import look_up
 from router.engine_connection import PIECE_BYTES, EngineConnection
-from router.errors import BrokenAnswerError, UnreachableError, UpstreamTimeoutError
+from router.errors import BrokenAnswerError, ConnectTimeoutError, UnreachableError, UpstreamTimeoutError
 from router.head import HeadLimits
 from router.pool import PooledUpstream, origin_and_target
 
@@ -110,6 +112,27 @@ async def test_an_idle_connection_is_closed_when_its_time_is_over_and_all_at_the
         await asyncio.gather(*(ask(lasting, url) for _ in range(3)))
         lasting.close()
         await kit.wait_until(lambda: not server.open, "all are closed")
+        upstream.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_px08_connects_that_take_too_long_leave_no_socket_behind(host: str, kit: Any) -> None:
+    def sockets() -> int:
+        return sum(os.path.islink(fd) and "socket" in os.readlink(fd) for fd in glob("/proc/self/fd/*"))
+
+    with socket.socket() as full, ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        upstream = PooledUpstream(0.05, 5.0, 4.0, 65536, 256, ssl.create_default_context())
+        before = sockets()
+        for _ in range(4):
+            with pytest.raises(ConnectTimeoutError):
+                await ask(upstream, f"http://{host}:{full.getsockname()[1]}")
+        await kit.wait_until(lambda: sockets() <= before, "the sockets are closed")
         upstream.close()
 
 

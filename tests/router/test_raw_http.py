@@ -13,7 +13,7 @@ from aiohttp import web
 from router import pool, upstream
 from router.body import BodyPace
 from router.settings import UPSTREAM_CLIENTS
-from router.upstream import engine_socket
+from router.upstream import watch_host
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: r\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -275,12 +275,12 @@ async def test_px07_an_engines_host_that_goes_without_a_word_is_noticed_in_half_
 ) -> None:
     made: list[socket.socket] = []
 
-    def kept(address: Any) -> socket.socket:
-        made.append(engine_socket(address))
-        return made[-1]
+    def kept(connected: socket.socket) -> None:
+        watch_host(connected)
+        made.append(connected)
 
     for module in (pool, upstream):
-        monkeypatch.setattr(module, "engine_socket", kept)
+        monkeypatch.setattr(module, "watch_host", kept)
     engine = await start_engine()
     router = await start_router(engine)
     made.clear()
