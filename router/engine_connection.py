@@ -7,6 +7,8 @@ for a piece of a stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from typing import cast
 
 from aiohttp.http import RawResponseMessage
@@ -115,6 +117,8 @@ class EngineConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None and not self._is_over():
+            self._read_what_is_left()
         self._transport, self._unsent = None, memoryview(b"")
         self._stop_watching()
         why = told(exc) if exc is not None else "it closed the connection"
@@ -208,6 +212,18 @@ class EngineConnection(asyncio.Protocol):
             self._hand_over(piece)
         if framing.over:
             self._end()
+
+    def _read_what_is_left(self) -> None:
+        """An engine may answer before it has read a long body, a 413 say, and close: that resets the
+        connection under the piece that is written next, and what it had said waits unread.
+        """
+        transport = self._transport
+        if transport is None or transport.get_extra_info("sslcontext") is not None:
+            return
+        # The end of what there is: nothing more comes over a connection that was reset.
+        with contextlib.suppress(OSError):
+            while data := os.read(transport.get_extra_info("socket").fileno(), READ_BUFFER_BYTES):
+                self.data_received(data)
 
     def _hand_over(self, piece: bytes) -> None:
         """To the taker; nobody takes anything between a head and the first pour, and between two of them."""
