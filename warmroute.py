@@ -642,7 +642,7 @@ def reuse(recordings: tuple[Path, ...], as_json: bool, top: int) -> None:
     How much engines had cached, how much one cache that forgets nothing would have, and at which places
     prompts part that are alike again behind it. FILE is of `warmroute record`. Shows text of the prompts.
     """
-    from indexer.reuse import measure  # noqa: PLC0415
+    from router.reuse import measure  # noqa: PLC0415
 
     _quiet()
     try:

@@ -20,7 +20,9 @@ from router.head import HeadError, HeadLimits, HeadReader, trailers_of
 from router.upstream import NO_TRAILERS, READ_BUFFER_BYTES, Taker, told
 
 JOINED_BYTES, PIECE_BYTES = 16 * 1024, 256 * 1024
-"""Bodies up to this go out in one step with their head, longer ones in pieces."""
+"""Bodies up to the first are joined with their head, those up to the second go out beside it in one step,
+longer ones in pieces.
+"""
 
 
 class EngineConnection(asyncio.Protocol):

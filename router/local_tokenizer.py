@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import msgspec
 from xxhash import xxh3_128_digest
 
+from router.common_prefix import common_chars
 from router.conversation import Chat, ContentFormat, InexactError
 from router.converted_tokenizer import converted
 from router.cuts import Cuts, cuts_of
@@ -129,7 +130,7 @@ class LocalTokenizer:
         text, other = self.render(chat), self.render(replaced)
         if text == other:
             raise InexactError("media-not-rendered")
-        shared = _shared_chars(text, other)
+        shared = common_chars(text, other)
         brought = set(Counter(self._cuts.added(text)) - Counter(self._cuts.added(other)))
         doubtful = brought or {token for said in _strings(chat.messages) for token in self._cuts.added(said)}
         ids, at = array("I"), 0
@@ -224,18 +225,6 @@ def _strings(value: Any) -> Iterator[str]:
             found += [*item, *item.values()]
         elif isinstance(item, list):
             found += item
-
-
-def _shared_chars(one: str, other: str) -> int:
-    """How many leading characters two texts share."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _around(backend: Any) -> _Around | None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from cachetools import LRUCache
 from xxhash import xxh3_128_digest
 
 MAX_BYTES = 8 << 20
 """Of all tools that are kept: the JSON that they came as, and what it becomes."""
 PART_BYTES = 200
 """What an object or a list takes besides its JSON, and the note of it."""
-
-
 TEXTS = 4
 """The texts of tools that are kept may take so many times what the tools came as."""
 DEEPEST, MOST_INDENT_CHARS = 64, 4 << 20
@@ -83,26 +81,17 @@ class SchemaCache:
     """Tools by a digest of the JSON they came as; the least lately used forgotten first. For any thread."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, ToolSchemas] = OrderedDict()
-        self._bytes = 0
+        self._kept: LRUCache[bytes, ToolSchemas] = LRUCache(max_bytes, lambda tools: tools.size_bytes)
 
     def get(self, field: bytes | memoryview) -> ToolSchemas | None:
         digest = xxh3_128_digest(field)
         with self._lock:
-            found = self._kept.get(digest)
-            if found is not None:
-                self._kept.move_to_end(digest)
-            return found
+            return self._kept.get(digest)
 
     def put(self, field: bytes | memoryview, tools: ToolSchemas) -> None:
         """Keeps them; more than all may have together are not kept."""
         digest = xxh3_128_digest(field)
         with self._lock:
-            if tools.size_bytes > self._max_bytes or digest in self._kept:
-                return
-            self._kept[digest] = tools
-            self._bytes += tools.size_bytes
-            while self._bytes > self._max_bytes:
-                self._bytes -= self._kept.popitem(last=False)[1].size_bytes
+            if tools.size_bytes <= self._kept.maxsize and digest not in self._kept:
+                self._kept[digest] = tools

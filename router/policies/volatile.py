@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from functools import lru_cache
 
+from cachetools import LRUCache
 from xxhash import xxh3_128_digest
 
 SHORT = 1024
@@ -14,7 +14,7 @@ KEPT, MOST_PLACES = 4096, 64
 """Texts of which the places are kept, and how many of one."""
 
 _Places = tuple[tuple[int, int], ...]
-_seen: OrderedDict[tuple[tuple[str, ...], bytes], _Places] = OrderedDict()
+_seen: LRUCache[tuple[tuple[str, ...], bytes], _Places] = LRUCache(KEPT)
 
 
 def steady(text: bytes, patterns: tuple[str, ...]) -> bytes:
@@ -35,10 +35,6 @@ def steady(text: bytes, patterns: tuple[str, ...]) -> bytes:
         if len(places) > MOST_PLACES:
             return _without(text, places)
         _seen[name] = places
-        if len(_seen) > KEPT:
-            _seen.popitem(last=False)
-    else:
-        _seen.move_to_end(name)
     return _without(text, places)
 
 

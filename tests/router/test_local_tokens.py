@@ -107,6 +107,17 @@ async def ready(local: LocalTokens, *models: str) -> None:
             loaded.clear()
 
 
+async def rendered_in(fields: dict[str, Any]) -> set[str]:
+    """The threads that a request is tokenised in."""
+    tokenizer = Bytes()
+    local = make(Loader(a=tokenizer))
+    await ready(local, "model-a")
+    local.judge("model-a", set(FORMATS))
+    await local.tokens("model-a", body(**fields))
+    local.close()
+    return tokenizer.threads
+
+
 def body(**fields: Any) -> Any:
     return read_body(json.dumps({"model": "m", **fields}).encode())
 
@@ -310,13 +321,7 @@ async def test_px13_what_is_long_to_render_is_never_on_the_loop(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Begun, "new_chars", 0)
-    tokenizer = Bytes()
-    local = make(Loader(a=tokenizer))
-    await ready(local, "model-a")
-    local.judge("model-a", set(FORMATS))
-    await local.tokens("model-a", body(**fields))
-    assert tokenizer.threads == {"tokenize"}
-    local.close()
+    assert await rendered_in(fields) == {"tokenize"}
 
 
 @pytest.mark.parametrize(
@@ -331,13 +336,7 @@ async def test_px13_a_long_text_is_one_value_whatever_marks_are_in_it(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Begun, "new_chars", 0)
-    tokenizer = Bytes()
-    local = make(Loader(a=tokenizer))
-    await ready(local, "model-a")
-    local.judge("model-a", set(FORMATS))
-    await local.tokens("model-a", body(**fields))
-    assert tokenizer.threads == {threading.current_thread().name}
-    local.close()
+    assert await rendered_in(fields) == {threading.current_thread().name}
 
 
 async def test_px13_long_tools_are_rendered_on_the_loop_once_they_are_known(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from cachetools import LRUCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,8 +55,7 @@ def test_px13_a_long_text_is_searched_once_and_what_is_kept_is_bounded(
         return Search
 
     monkeypatch.setattr(volatile, "_compiled", compiled)
-    monkeypatch.setattr(volatile, "KEPT", 50)
-    volatile._seen.clear()
+    monkeypatch.setattr(volatile, "_seen", LRUCache(50))
     text = b"at 12:30 " + b"words " * SHORT
     for _ in range(3):
         assert steady(text, PATTERNS) == b"at  " + b"words " * SHORT

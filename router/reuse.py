@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from events.recording import Done, Sent, read_recording
+from router.common_prefix import common_chars
 
 BLOCK_TOKENS = 16
 LEAST_LOST_TOKENS = 64
@@ -171,7 +172,11 @@ class _Look:
         alike = next(other for _, _, other in pieces if id(other) == most)
         assert alike is not None
         end, earlier = max(
-            ((_common(prompt.text, other.text), other) for other in (alike, nearest) if other is not None),
+            (
+                (common_chars(prompt.text, other.text), other)
+                for other in (alike, nearest)
+                if other is not None
+            ),
             key=lambda found: found[0],
         )
         lost = sum(len(piece) for at, piece, _ in pieces if at > end and piece in alike.text)
@@ -209,18 +214,6 @@ def _pieces(text: str) -> Iterator[tuple[int, str]]:
     for found in _PIECE.finditer(text):
         if len(found[0]) >= LEAST_PIECE:
             yield found.start(), found[0]
-
-
-def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
-    least, most = 0, min(len(one), len(other))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if one[least:middle] == other[least:middle]:
-            least = middle
-        else:
-            most = middle - 1
-    return least
 
 
 def _prompt_of(body: dict[str, Any]) -> _Prompt:

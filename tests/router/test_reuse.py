@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from events.recording import Done, RecordingWriter, Sent
-from indexer.reuse import BLOCK_TOKENS, Reuse, _common, _written, measure
+from router.reuse import BLOCK_TOKENS, Reuse, _written, measure
 from warmroute import main
 
 RULES = " ".join(f"Rule {number}: never do the thing number {number * 7}." for number in range(40))
@@ -122,10 +122,6 @@ def test_tools_that_are_nested_deeply_are_passed_over(tmp_path: Path) -> None:
     for _ in range(5000):
         deep = [deep]
     assert _written(deep) == ""
-
-
-def test_what_two_texts_begin_with() -> None:
-    assert [_common(one, "abcd") for one in ("", "x", "ab", "abcd", "abcde", "abxd")] == [0, 0, 2, 4, 4, 2]
 
 
 def test_the_command_prints_places_and_refuses_in_one_line(tmp_path: Path) -> None:
