@@ -525,13 +525,14 @@ async def _examine(
     import aiohttp  # noqa: PLC0415
 
     from events.names import NameResolver  # noqa: PLC0415
-    from router.doctor import examine, of_map  # noqa: PLC0415
+    from router.doctor import examine  # noqa: PLC0415
+    from router.index_check import check_map  # noqa: PLC0415
     from router.replicas import checked_url, parse_replicas  # noqa: PLC0415
 
     specs = parse_replicas(lines)
     if indexer is not None:
         checked_url("--indexer", indexer)
-    of_folder, kept_by = of_map(folder) if folder is not None else (None, None)
+    of_folder, kept_by = check_map(folder) if folder is not None else (None, None)
     with Console(stderr=True).status(Text(f"looking, and listening for {wait_s:g} s")):
         connector = aiohttp.TCPConnector(resolver=NameResolver())
         async with aiohttp.ClientSession(connector=connector) as session:

@@ -61,7 +61,7 @@ class FakeEngine:
         self.cards: list[dict[str, Any]] = [{"id": "m", "object": "model", "max_model_len": 4096}]
         self.health_status = 200
         self.event_sources: dict[str, Any] | None = None
-        self.metrics: bytes | None = None
+        self.metrics: bytes | Callable[[], bytes] | None = None
         self.tokenize: Handler | None = self._tokenize
         self.answer: Handler = self._answer
         self.requests: list[web.Request] = []
@@ -122,7 +122,7 @@ class FakeEngine:
     async def _metrics(self, _: web.Request) -> web.Response:
         if self.metrics is None:
             raise web.HTTPNotFound
-        return web.Response(body=self.metrics)
+        return web.Response(body=self.metrics() if callable(self.metrics) else self.metrics)
 
     async def _count_tokenize(self, request: web.Request) -> web.StreamResponse:
         self.tokenized += 1
@@ -266,6 +266,12 @@ async def running_router(
             replicas = parts.fleet.replicas.values()
             await wait_until(lambda: all(r.models is not None for r in replicas), "all replicas are known")
         yield RunningRouter(parts, url, client)
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
 
 
 @pytest.fixture
