@@ -1,6 +1,6 @@
 """The parts of aiohttp, not promised to anybody, that this router stands on.
 
-Its server and its answers go past aiohttp's own steps (docs/benchmarks.md says what that saves). A version
+Its server and its answers go past aiohttp's own steps (docs/studies.md says what that saves). A version
 that has not got these parts would fail at the first request, or do something else in silence; so they are
 looked for at the start.
 """

@@ -1,7 +1,7 @@
 """What is served at one address: handlers by path.
 
 Not aiohttp's application: with a few pages and one prefix to choose from, its routing and its hooks took 7 %
-of what a request cost (docs/benchmarks.md).
+of what a request cost (docs/studies.md).
 """
 
 from __future__ import annotations

@@ -89,6 +89,20 @@ def test_files_that_the_documents_name_are_there(document: str) -> None:
     assert missing + [path for path in named if not (ROOT / path).exists()] == []
 
 
+def anchors(document: Path) -> set[str]:
+    """What a page's headings are linked by, as GitHub makes it of them."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_headings_that_the_documents_link_to_are_there(document: str) -> None:
+    linked = re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", text_of(document))
+    page = ROOT / document
+    targets = [(page.parent / path if path else page, heading) for path, heading in linked]
+    assert [heading for target, heading in targets if heading not in anchors(target)] == []
+
+
 def test_each_setting_and_parameter_stands_in_a_table_once() -> None:
     rows = re.findall(r"^\| (`[^|]+`) \| ([^|]+) \|", text_of("docs/operating.md"), re.MULTILINE)
     assert rows
