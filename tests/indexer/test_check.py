@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from events.schema import AllBlocksCleared, display_hash
-from indexer.check import MAX_TOLD, check, check_folder
+from indexer.check import check, check_folder
 from indexer.errors import MapMissingError
 from indexer.folder import DATA_FILE
 from indexer.layout import (
@@ -26,6 +26,7 @@ from indexer.layout import (
     encode_shared,
     slot_key,
 )
+from indexer.violations import MAX_TOLD
 from warmroute import main
 
 PROMPT = list(range(28))
