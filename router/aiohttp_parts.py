@@ -28,7 +28,10 @@ _WRITER = ("_headers_buf", "_headers_written", "_write", "_eof", "chunked", "len
 _ANSWER = ("_payload_writer", "_keep_alive", "_eof_sent", "_headers", "_status", "_reason")
 _REQUEST = ("_message", "_protocol", "_task", "_prepare_hook")
 
-_OTHERS = ("_serialize_headers", "_ErrInfo", "_factory", "_buffer")
+_OTHERS = (
+    *("_serialize_headers", "_ErrInfo", "_factory", "_buffer"),
+    *("_wrap_create_connection", "_should_close"),
+)
 
 NAMES = frozenset({*_HANDLER, *_WRITER, *_ANSWER, *_REQUEST, *_OTHERS})
 """All of them, whosever they are."""
@@ -55,6 +58,7 @@ def _missing_names() -> Iterator[str]:
         (answer, _ANSWER),
         (web.BaseRequest, ("_prepare_hook",)),
         (http_parser.HttpRequestParser, ("message_consumed",)),
+        (aiohttp.TCPConnector, ("_wrap_create_connection",)),
         (http_writer, ("_serialize_headers",)),
         (web_protocol, ("_ErrInfo", "ERROR")),
     ):

@@ -7,8 +7,6 @@ for a piece of a stream.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 from typing import cast
 
 from aiohttp.http import RawResponseMessage
@@ -17,6 +15,7 @@ from multidict import CIMultiDictProxy
 from router.errors import BrokenAnswerError, DisconnectedError, UpstreamError, UpstreamTimeoutError
 from router.framing import Framing, FramingError, framing_of
 from router.head import HeadError, HeadLimits, HeadReader, trailers_of
+from router.last_words import hear
 from router.upstream import NO_TRAILERS, READ_BUFFER_BYTES, Taker, told
 
 JOINED_BYTES, PIECE_BYTES = 16 * 1024, 256 * 1024
@@ -35,6 +34,7 @@ class EngineConnection(asyncio.Protocol):
         self._idle_s = idle_s
         self._limits = limits
         self._transport: asyncio.Transport | None = None
+        self._is_secured = False
         self._asked = 0
         self._closes = self._bodiless = False
         self._unsent = memoryview(b"")
@@ -116,11 +116,14 @@ class EngineConnection(asyncio.Protocol):
             transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Is told again when the connection goes on over TLS."""
         self._transport = cast(asyncio.Transport, transport)
+        self._is_secured = transport.get_extra_info("sslcontext") is not None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if exc is not None and not self._is_over():
-            self._read_what_is_left()
+        transport = self._transport
+        if transport is not None and not self._is_over() and not self._is_secured:
+            hear(transport, exc, self.data_received)
         self._transport, self._unsent = None, memoryview(b"")
         self._stop_watching()
         why = told(exc) if exc is not None else "it closed the connection"
@@ -214,18 +217,6 @@ class EngineConnection(asyncio.Protocol):
             self._hand_over(piece)
         if framing.over:
             self._end()
-
-    def _read_what_is_left(self) -> None:
-        """An engine may answer before it has read a long body, a 413 say, and close: that resets the
-        connection under the piece that is written next, and what it had said waits unread.
-        """
-        transport = self._transport
-        if transport is None or transport.get_extra_info("sslcontext") is not None:
-            return
-        # The end of what there is: nothing more comes over a connection that was reset.
-        with contextlib.suppress(OSError):
-            while data := os.read(transport.get_extra_info("socket").fileno(), READ_BUFFER_BYTES):
-                self.data_received(data)
 
     def _hand_over(self, piece: bytes) -> None:
         """To the taker; nobody takes anything between a head and the first pour, and between two of them."""

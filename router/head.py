@@ -9,7 +9,7 @@ from aiohttp.http import HttpResponseParser, RawResponseMessage
 from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDictProxy
 
-from router.upstream import CONTROL, SWITCHING_PROTOCOLS
+from router.upstream import CONTROL, MOST_INFORMATIONAL, SWITCHING_PROTOCOLS
 
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 """What ends a head: the parser takes lines without a carriage return, too."""
@@ -33,6 +33,7 @@ class HeadReader:
         self._limits = limits
         self._parser = _parser(limits)
         self._last = b""
+        self._informational = 0
         self.message: RawResponseMessage | None = None
 
     def feed(self, data: bytes) -> bytes:
@@ -48,6 +49,9 @@ class HeadReader:
             if found is None:
                 raise HeadError("an empty head")
             if 100 <= found.code < 200 and found.code != SWITCHING_PROTOCOLS:
+                self._informational += 1
+                if self._informational > MOST_INFORMATIONAL:
+                    raise HeadError(f"more than {MOST_INFORMATIONAL} informational heads")
                 self._parser, self._last = _parser(self._limits), b""
             else:
                 self.message = found

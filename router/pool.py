@@ -22,6 +22,7 @@ from router.engine_connection import EngineConnection
 from router.errors import ConnectTimeoutError, UnreachableError
 from router.head import HeadLimits
 from router.headers import CONNECTION, CONTENT_LENGTH, TE
+from router.last_words import over_tls
 from router.upstream import DNS_TTL_S, NO_TRAILERS, Taker, UpstreamAnswer, told, watch_host
 
 NEXT_ADDRESS_AFTER_S = 0.25
@@ -166,12 +167,11 @@ class PooledUpstream:
 
     async def _connection(self, origin: Origin, **where: Any) -> EngineConnection:
         transport, connection = await self._loop.create_connection(
-            lambda: EngineConnection(self._loop, self._idle_timeout_s, self._limits),
-            ssl=self._tls if origin.is_tls else None,
-            server_hostname=origin.host if origin.is_tls else None,
-            **where,
+            lambda: EngineConnection(self._loop, self._idle_timeout_s, self._limits), **where
         )
         watch_host(transport.get_extra_info("socket"))
+        if origin.is_tls:
+            connection.connection_made(await over_tls(transport, connection, self._tls, origin.host))
         return connection
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
@@ -29,10 +30,15 @@ from router.errors import (
     UpstreamTimeoutError,
 )
 from router.headers import TRANSFER_ENCODING
+from router.last_words import hear, over_tls
 
 READ_BUFFER_BYTES = 256 * 1024
 """So much of an answer is held while nobody takes it, before the engine has to wait."""
 DNS_TTL_S = 10
+MOST_INFORMATIONAL = 100
+"""Heads in front of an answer that are none yet (102 says again and again that it is being worked on). What
+comes after so many is a flood, which would be read for ever.
+"""
 SWITCHING_PROTOCOLS = 101
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """aiohttp's parser of answers lets them through in a header, and nothing that writes headers does."""
@@ -134,7 +140,7 @@ def upstream_session(
     """
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
-    connector = aiohttp.TCPConnector(
+    connector = _EngineConnector(
         limit=0,
         keepalive_timeout=keepalive_s or None,
         force_close=not keepalive_s,
@@ -160,12 +166,68 @@ def upstream_session(
     )
 
 
+class _EngineConnector(aiohttp.TCPConnector):
+    async def _wrap_create_connection(
+        self,
+        *args: Any,
+        req: aiohttp.ClientRequest,
+        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109
+        ssl: ssl.SSLContext | None = None,
+        server_hostname: str | None = None,
+        **more: Any,
+    ) -> tuple[asyncio.Transport, ResponseHandler]:
+        """aiohttp's own, but over TLS last words are heard, too."""
+        transport, protocol = await super()._wrap_create_connection(*args, req=req, timeout=timeout, **more)
+        if ssl is not None:
+            try:
+                async with asyncio.timeout(timeout.sock_connect):
+                    transport = await over_tls(transport, protocol, ssl, server_hostname)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise aiohttp.ClientConnectorError(req.connection_key, error) from error
+            protocol.connection_made(transport)
+        return transport, protocol
+
+
 class _EngineHandler(ResponseHandler):
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._informational = 0
+
     def is_connected(self) -> bool:
         """aiohttp asks before it uses a connection again. Where it had let it go before it saw a second
         answer behind the first, the next request, of somebody else, would get that.
         """
         return super().is_connected() and not self._buffer
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        """Takes a head: not an endless flood of those that are no answer yet."""
+        code = data[0].code
+        is_informational = 100 <= code < 200 and code != SWITCHING_PROTOCOLS
+        self._informational = self._informational + 1 if is_informational else 0
+        if self._informational <= MOST_INFORMATIONAL:
+            if self.exception() is None:
+                super().feed_data(data, size)
+        elif self.transport is not None:
+            self.transport.abort()
+            self.set_exception(HttpProcessingError(message="too many informational heads"))
+
+    def set_exception(self, exc: BaseException, *cause: BaseException) -> None:
+        """Who writes a body may be told first that its connection was reset. That does not count before the
+        last words that came over it, which are heard in the next step, when it is lost.
+        """
+        transport = self.transport
+        if isinstance(exc, OSError) and transport is not None and transport.is_closing():
+            self._should_close = True
+            return
+        super().set_exception(exc, *cause)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        transport, self.transport = self.transport, None
+        if transport is not None and transport.get_extra_info("sslcontext") is None:
+            hear(transport, exc, self.data_received)
+        super().connection_lost(exc)
 
 
 async def _note_reuse(

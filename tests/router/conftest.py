@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import ssl
+import subprocess
 import time
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -327,3 +330,31 @@ def kit() -> Any:
         failure = LookupFailedError
 
     return Kit
+
+
+def openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``ca.pem``, with ``server.pem`` and ``client.pem`` of it and their keys; ``other.pem``: another CA."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command")
+    folder = tmp_path_factory.mktemp("tls")
+    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+    for name in ("ca", "other"):
+        openssl(folder, *new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
+    for name in ("server", "client"):
+        more = (
+            "-subj",
+            f"/CN={name}",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+        )
+        openssl(folder, *new, *more, "-keyout", f"{name}.key", "-out", f"{name}.pem")
+    return folder

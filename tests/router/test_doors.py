@@ -8,7 +8,6 @@ import logging
 import shutil
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -266,34 +265,6 @@ async def test_op10_metrics_and_debug_pages_are_on_an_address_of_their_own(
 )
 def test_where_operators_look(listen: str, admin_listen: str | None, address: Any) -> None:
     assert RouterSettings(listen=listen, admin_listen=admin_listen).admin_address() == address
-
-
-def openssl(folder: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``ca.pem``, with ``server.pem`` and ``client.pem`` of it and their keys; ``other.pem``: another CA."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
-    folder = tmp_path_factory.mktemp("tls")
-    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
-    for name in ("ca", "other"):
-        openssl(folder, *new, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.pem")
-    for name in ("server", "client"):
-        more = (
-            "-subj",
-            f"/CN={name}",
-            "-addext",
-            "subjectAltName=IP:127.0.0.1",
-            "-CA",
-            "ca.pem",
-            "-CAkey",
-            "ca.key",
-        )
-        openssl(folder, *new, *more, "-keyout", f"{name}.key", "-out", f"{name}.pem")
-    return folder
 
 
 async def test_https_in_and_out_with_certificates_of_ones_own(

@@ -13,7 +13,7 @@ from aiohttp import web
 from router import pool, upstream
 from router.body import BodyPace
 from router.settings import UPSTREAM_CLIENTS
-from router.upstream import watch_host
+from router.upstream import MOST_INFORMATIONAL, watch_host
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: r\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -242,6 +242,22 @@ async def test_px10_a_replica_that_switches_protocols_unasked_is_no_answer(start
         assert got.statuses == [502]
         assert b"hello" not in got.content
         assert router.idle()
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 100\r\n\r\n", b"HTTP/1.1 102 Processing\r\nX-A: 1\r\n\r\n"])
+async def test_px10_an_endless_flood_of_heads_that_are_no_answer_is_none(
+    start_router: Any, head: bytes
+) -> None:
+    said = OK + b"Content-Length: 2\r\n\r\n{}"
+    for times, status in ((MOST_INFORMATIONAL, 200), (MOST_INFORMATIONAL + 1, 502), (100_000, 502)):
+        async with await answering_raw(head * times + said) as server:
+            router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            ask = b"POST /v1/embeddings HTTP/1.1\r\nHost: r\r\nContent-Length: 0\r\n\r\n"
+            got = await exchange(router, ask)
+            assert got.statuses == [status]
+            failed = await router.metric("retries_total", replica="e0", reason="nonsense")
+            assert failed == (status == 502)
+            assert router.idle()
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
