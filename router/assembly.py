@@ -41,6 +41,7 @@ from router.processes import Worker
 from router.registrar import Registrar
 from router.reload import Reload, Reread, Taker, sources_of
 from router.replicas import parse_replicas
+from router.retries import RetryBudget
 from router.route import Route
 from router.rules import Rules
 from router.settings import AMONG_WORKERS, RouterSettings
@@ -87,7 +88,7 @@ async def router_app(
         session = await stack.enter_async_context(replica_session(settings, tls))
         if upstream is None:
             upstream = await stack.enter_async_context(configured_upstream(settings, session, tls))
-        fleet = _fleet(settings, probes, rng)
+        fleet = _fleet(settings, probes, rng, worker)
         router = RouterApp(settings, fleet, load := _load(worker), metrics := RouterMetrics())
         metrics.watch(fleet, load)
         tracing = start_tracing()
@@ -117,6 +118,7 @@ async def router_app(
             upstream,
             tracing,
             doors,
+            retries=RetryBudget(settings.retry_rules(), None if worker is None else worker.retries()),
             waitlist=_waitlist(router, worker),
             recorder=recorder,
             feedback=feedback if lookup is not None else None,
@@ -162,13 +164,16 @@ def _probes(tls: Renewable) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector)
 
 
-def _fleet(settings: RouterSettings, probes: aiohttp.ClientSession, rng: random.Random) -> Fleet:
+def _fleet(
+    settings: RouterSettings, probes: aiohttp.ClientSession, rng: random.Random, worker: Worker | None
+) -> Fleet:
     return Fleet(
         parse_replicas(settings.replica),
         probes,
         pace=WatchPace(settings.health_interval_s, settings.health_timeout_s, settings.refresh_interval_s),
         outlier_rules=settings.outlier_rules(),
         rng=rng,
+        standings=None if worker is None else worker.standings(),
     )
 
 
@@ -215,6 +220,7 @@ def _route(
     tracing: Tracing,
     doors: Doors,
     *,
+    retries: RetryBudget,
     waitlist: Waitlist,
     recorder: Recorder | None,
     feedback: Feedback | None,
@@ -228,7 +234,7 @@ def _route(
         router.metrics,
         tracing,
         router.decisions,
-        retries=settings.retry_rules(),
+        retries=retries,
         retry_server_errors=settings.retry_server_errors,
         body_pace=settings.body_pace(),
         client_idle_s=settings.client_idle_timeout_s,

@@ -1,9 +1,10 @@
 """What the worker processes of one router tell each other: a board in shared memory, a row for each.
 
-It is made before they are forked, and has no name: nothing is left of it when they are gone. Nobody waits for
-anybody: a worker writes its own row only, and sums up those of the others. Every field is eight bytes,
-aligned, so none is ever read half written; fields of one record may be of two moments for an instant, which
-puts a load wrong by one request.
+It is made before they are forked, and has no name: nothing is left of it when they are gone. Nobody waits to
+say or to read something: a worker writes its own row only, and sums up those of the others. Every field is
+eight bytes, aligned, so none is ever read half written; fields of one record may be of two moments for an
+instant, which puts a load wrong by one request. Where a limit is kept, who looks at the sum and adds to it
+does both alone (``Row.alone``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from events.logs import Throttled
+from router.mutex import Mutex
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Table:
         self.row_bytes = records * self.record_bytes
         # Pages that nobody writes to take no memory.
         self.memory = mmap.mmap(-1, self.heads + rows * self.row_bytes)
+        self.mutex = Mutex()
 
     def row(self, number: int) -> Row:
         """A worker's own row, and with it the view of all others."""
@@ -94,6 +97,10 @@ class Row:
         self._others: list[dict[int, int]] = []
         self._places: dict[bytes, list[int]] = {}
         self._throttled = Throttled(log)
+
+    def alone(self) -> Mutex:
+        """While this is held, no other worker of this table holds it."""
+        return self._table.mutex
 
     def put(self, name: bytes, *fields: float) -> None:
         """Writes the record of a name. One for which there is no room is left out: the others then know of

@@ -76,8 +76,13 @@ class Chooser:
         self._clock = clock
         self._mark_tokens = mark_tokens
 
-    def choose(self, policy: Policy, subject: Subject, streams: Sequence[StreamId]) -> Choice:
-        """The streams, of which there is one at least, ranked by the policy; the first is booked."""
+    def choose(
+        self, policy: Policy, subject: Subject, streams: Sequence[StreamId], most: int | None = None
+    ) -> Choice:
+        """The streams, of which there is one at least, ranked by the policy; the first is booked.
+
+        All of them have fewer requests than ``most``. Raises FullError where the first has as many by now.
+        """
         now = self._clock()
         loads = self.load.waiting(streams)
         self.crowding.found(zip(streams, [load.prefill_tokens > 0 for load in loads], strict=True))
@@ -95,7 +100,7 @@ class Chooser:
         )
         ranked = policy.rank(ask, candidates, self._rng)
         chosen = ranked[0].candidate
-        return Choice(ranked, *self._book(subject, chosen, now))
+        return Choice(ranked, *self._book(subject, chosen, now, most))
 
     def forget(self, stream: StreamId) -> None:
         """The stream's engine is gone, or is another process now: its cache is empty, its speed unknown."""
@@ -170,12 +175,14 @@ class Chooser:
     def _note_report(self, stream: StreamId, reported: Reported) -> None:
         self.displacement.capacity(stream, reported.capacity_tokens)
 
-    def _book(self, subject: Subject, chosen: Candidate, now: float) -> tuple[int, Reservation]:
+    def _book(
+        self, subject: Subject, chosen: Candidate, now: float, most: int | None
+    ) -> tuple[int, Reservation]:
         tokens = subject.guessed_tokens
         if subject.prompt_tokens is not None:
             tokens = subject.prompt_tokens - chosen.reused_tokens
         stream = chosen.stream
-        reservation = self.load.reserve(stream, tokens, streams=subject.streams)
+        reservation = self.load.reserve(stream, tokens, streams=subject.streams, most=most)
         ahead_s, own_s = chosen.s_per_token * chosen.prefill_tokens, chosen.s_per_token * tokens
         predicted_s = chosen.overhead_s + ahead_s + own_s
         self.crowding.sent(ahead_s, own_s)

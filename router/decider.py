@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil
 
-from router.chooser import Chooser, Subject
+from router.chooser import Choice, Chooser, Subject
 from router.decision import Candidate, Decision, Ranked
 from router.errors import RETRY_AFTER_S, RefusedError, SaturatedError
 from router.fleet import Fleet
-from router.load import Reservation
+from router.load import FullError, Reservation
 from router.plan import Plan
 from router.policies import Policy
 from router.replicas import StreamId
@@ -55,7 +55,7 @@ class Decider:
         policy = plan.policy or (self.policy if plan.is_prompt else self._by_load)
         seated = plan.key is not None and policy.keeps_seats
         prompt_tokens = plan.prompt_tokens
-        choice = self._chooser.choose(
+        choice = self._choose(
             policy,
             Subject(
                 prompt_tokens=prompt_tokens,
@@ -92,6 +92,27 @@ class Decider:
         )
         return decision, choice.reservation
 
+    def _choose(self, policy: Policy, subject: Subject, streams: Sequence[StreamId]) -> Choice:
+        """The choice, booked, among streams that have room; without those of which another worker has taken
+        the last place since, or tries the replica since.
+        """
+        while True:
+            try:
+                choice = self._chooser.choose(policy, subject, streams, self._max_inflight)
+            except FullError as full:
+                streams = [stream for stream in streams if stream != full.stream]
+                if not streams:
+                    raise self._saturated() from None
+                continue
+            chosen = choice.ranked[0].candidate.replica
+            if self._fleet.outliers.chosen(chosen):
+                return choice
+            others = [stream for stream in streams if stream[0] != chosen]
+            if not others:
+                return choice
+            choice.reservation.release()
+            streams = others
+
     def has_another(self, plan: Plan, failed: Collection[str]) -> bool:
         """Whether a replica that is none of ``failed`` could take the request now."""
         try:
@@ -116,10 +137,13 @@ class Decider:
         if self._max_inflight is not None:
             streams = [s for s in streams if self._chooser.load.of(s).requests < self._max_inflight]
         if not streams:
-            raise SaturatedError(
-                "saturated", f"every replica has {self._max_inflight} requests in flight; try again soon"
-            )
+            raise self._saturated()
         return self._fleet.admitted(streams)
+
+    def _saturated(self) -> SaturatedError:
+        return SaturatedError(
+            "saturated", f"every replica has {self._max_inflight} requests in flight; try again soon"
+        )
 
     def _candidates(self, plan: Plan, failed: Collection[str]) -> Sequence[StreamId]:
         """The streams that serve the request, with or without room."""

@@ -89,6 +89,14 @@ class Allowance:
     def enter(self) -> None:
         """Takes one request in; ``leave`` must follow. Raises RefusedError (429) over a limit."""
         spec = self.spec
+        if self._row is None or (spec.rate is None and spec.concurrency is None):
+            self._enter(spec)
+        else:
+            # What is left is looked at and taken in one step.
+            with self._row.alone():
+                self._enter(spec)
+
+    def _enter(self, spec: KeySpec) -> None:
         running, used_until = self._together()
         if spec.concurrency is not None and running >= spec.concurrency:
             raise _too_many(f"{spec.concurrency} requests at once", 1)

@@ -17,6 +17,7 @@ from router.credential import credential
 from router.outliers import OutlierRules, Outliers, RandomSource
 from router.replicas import Health, Replica, ReplicaSpec, StreamId
 from router.serving import Serving
+from router.standings import Standings
 from router.watcher import Watcher, WatchPace
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Fleet:
         outlier_rules: OutlierRules | None = None,
         rng: RandomSource | None = None,
         clock: Callable[[], float] = time.monotonic,
+        standings: Standings | None = None,
     ) -> None:
         self.replicas: dict[str, Replica] = {spec.name: Replica(spec) for spec in specs}
         self._session = session
@@ -71,6 +73,7 @@ class Fleet:
             rng or random.Random(),
             ejected=self._note_ejection,
             clock=clock,
+            standings=standings,
         )
         self.ejections: Counter[str] = Counter()
 

@@ -41,6 +41,14 @@ MOST_ECHO = 4.0
 NONE = (0, 0, 0)
 
 
+class FullError(Exception):
+    """Another worker has taken the last place at the ``stream`` since it was looked at."""
+
+    def __init__(self, stream: StreamId) -> None:
+        super().__init__(f"{stream[0]}/{stream[1]} is full")
+        self.stream = stream
+
+
 class _Seen(msgspec.Struct, frozen=True):
     """A report and when it came, since when the engine says the same, how many requests of it were not ours,
     what they left to compute, how many prompt tokens a second we send there, how many of ours were in
@@ -335,11 +343,22 @@ class Load:
         busy = [stream for stream, book in self._books.items() if book.load is not IDLE]
         return ((stream, self.ours(stream)) for stream in busy)
 
-    def reserve(self, stream: StreamId, prefill_tokens: int, *, streams: bool = True) -> Reservation:
+    def reserve(
+        self, stream: StreamId, prefill_tokens: int, *, streams: bool = True, most: int | None = None
+    ) -> Reservation:
         """Books a request that leaves ``prefill_tokens`` to compute.
 
-        ``streams``: its first byte will come as soon as its prefill is over.
+        ``streams``: its first byte will come as soon as its prefill is over. ``most`` is the limit that the
+        stream was within when it was looked at; in one process it is so still. Raises FullError.
         """
+        if most is None or self._shares is None:
+            return self._reserve(stream, prefill_tokens, streams)
+        with self._shares.alone():
+            if self.of(stream).requests >= most:
+                raise FullError(stream)
+            return self._reserve(stream, prefill_tokens, streams)
+
+    def _reserve(self, stream: StreamId, prefill_tokens: int, streams: bool) -> Reservation:
         book, now = self._book(stream), self._clock()
         if book.prefilled:
             self._settle(book)

@@ -5,16 +5,23 @@ After ``Outlier detection`` and ``Slow start`` of Envoy. A replica whose request
 row is ejected, for twice as long each time. When that is over, one request at a time tries it; a whole answer
 takes it back. A replica that is back, from an ejection or a restart, is a candidate for a growing share of
 requests only: otherwise the least loaded one would be sent all of them while it warms up.
+
+Failures, ejections and trials are of the router: where it has several workers, what one has found out holds
+for all, and one of them alone tries a replica again. That a replica is new or healthy again each sees for
+itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
+
+from router.standings import NOBODY, OwnStandings, Record, Standings
 
 SLOW_START_SHARE = 0.1
 """What a replica that has just come back is a candidate for, of all requests."""
@@ -46,21 +53,10 @@ class RandomSource(Protocol):
     def random(self) -> float: ...
 
 
-class _Record:
-    __slots__ = ("back_at", "ejected", "ejections", "failures", "trying", "until")
-
-    def __init__(self) -> None:
-        self.failures = 0
-        self.ejections = 0
-        self.ejected = False
-        self.until = float("-inf")
-        self.trying = False
-        self.back_at = float("-inf")
-
-
 class Outliers:
     """The standing of each replica, by name. ``size`` gives how many replicas are healthy; ``ejected`` is
-    told of each ejection and its length in seconds.
+    told of each ejection and its length in seconds; ``standings`` are the records of all workers, where there
+    are several.
     """
 
     def __init__(
@@ -71,27 +67,26 @@ class Outliers:
         *,
         ejected: Callable[[str, float], None] = lambda name, seconds: None,
         clock: Callable[[], float] = time.monotonic,
+        standings: Standings | None = None,
     ) -> None:
         self._rules = rules
         self._size = size
         self._rng = rng
         self._ejected = ejected
         self._clock = clock
-        self._records: dict[str, _Record] = {}
+        self._records: Standings = OwnStandings() if standings is None else standings
+        self._came_at: dict[str, float] = {}
 
     @property
     def doubts_nobody(self) -> bool:
         """Whether no replica has failed, or come back, lately."""
-        return not self._records
+        return not self._came_at and not self._records
 
     def standing(self, name: str) -> Standing:
-        record = self._records.get(name)
-        if record is None:
-            return Standing.IN
-        now = self._clock()
-        if record.ejected:
+        record, now = self._records.get(name), self._clock()
+        if record is not None and record.ejected:
             return Standing.EJECTED if now < record.until else Standing.HALF_OPEN
-        return Standing.SLOW_START if self._ramp(record, now) < 1 else Standing.IN
+        return Standing.SLOW_START if self._ramp(name, record, now) < 1 else Standing.IN
 
     def admit(self, names: Sequence[str]) -> list[str]:
         """Those of ``names`` that the next request may go to; all of them where it could go to none."""
@@ -101,82 +96,124 @@ class Outliers:
         # Better one that is warming up than one that fails, and better that one than nobody.
         return [name for name in names if self.standing(name) is Standing.SLOW_START] or list(names)
 
-    def failing(self) -> frozenset[str]:
-        """Those whose last request failed, or that are kept out."""
-        return frozenset(name for name, record in self._records.items() if record.failures or record.ejected)
+    def failing(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of ``names`` whose last request failed, or that are kept out."""
+        records = ((name, self._records.get(name)) for name in names)
+        return frozenset(name for name, record in records if record and (record.failures or record.ejected))
 
     def _admits(self, name: str) -> bool:
-        record = self._records.get(name)
-        if record is None:
-            return True
-        now = self._clock()
-        if record.ejected:
-            return now >= record.until and not record.trying
-        ramp = self._ramp(record, now)
+        record, now = self._records.get(name), self._clock()
+        if record is not None and record.ejected:
+            return now >= record.until and record.trying == NOBODY
+        ramp = self._ramp(name, record, now)
         return ramp >= 1 or self._rng.random() < ramp
 
-    def _ramp(self, record: _Record, now: float) -> float:
-        since = now - record.back_at
+    def _ramp(self, name: str, record: Record | None, now: float) -> float:
+        back_at = self._came_at.get(name, float("-inf"))
+        since = now - (back_at if record is None else max(back_at, record.back_at))
         if since >= self._rules.slow_start_s:
             return 1.0
         return SLOW_START_SHARE + (1 - SLOW_START_SHARE) * since / self._rules.slow_start_s
 
-    def chosen(self, name: str) -> None:
-        """A request goes to it now. One of the next three must follow, whatever becomes of the request."""
+    def chosen(self, name: str) -> bool:
+        """A request goes to it now. One of the next three must follow, whatever becomes of the request.
+
+        False where another worker has begun to try it since it was admitted.
+        """
         record = self._records.get(name)
-        if record is not None and record.ejected:
-            record.trying = True
+        if record is None or not record.ejected:
+            return True
+        with self._records.alone():
+            record, own = self._records.get(name) or record, self._records.worker
+            if record.trying not in (NOBODY, own):
+                return False
+            self._records.put(name, replace(record, trying=own))
+        return True
 
     def succeeded(self, name: str) -> None:
         """The replica gave a whole answer that is no fault of its own."""
+        now = self._clock()
+        if name in self._came_at and self._ramp(name, None, now) >= 1:
+            del self._came_at[name]
         record = self._records.get(name)
-        if record is None:
+        if record is None or self._after_success(name, record, now) is record:
             return
-        record.failures, record.trying, now = 0, False, self._clock()
-        if record.ejected and now >= record.until:
-            record.ejected, record.back_at = False, now
-        elif not record.ejected and self._ramp(record, now) >= 1 and now - record.until > self._rules.max_s:
-            # Nothing of it counts any more, and where nobody has a record a choice needs to ask for none.
-            del self._records[name]
+        with self._records.alone():
+            record = self._records.get(name)
+            after = None if record is None else self._after_success(name, record, now)
+            if after is None:
+                self._records.drop(name)
+            else:
+                self._records.put(name, after)
+
+    def _after_success(self, name: str, record: Record, now: float) -> Record | None:
+        """None where nothing of it counts any more: where nobody has a record, a choice needs to ask for
+        none.
+        """
+        quiet_s = now - record.until
+        if record.ejected:
+            if quiet_s >= 0:
+                return replace(record, failures=0, trying=NOBODY, ejected=False, back_at=now)
+        elif self._ramp(name, record, now) >= 1 and quiet_s > self._rules.max_s:
+            return None
+        if record.failures or record.trying == self._records.worker:
+            return replace(record, failures=0, trying=self._after(record))
+        return record
 
     def let_go(self, name: str) -> None:
         """The request ended in a way that says nothing about the replica."""
         record = self._records.get(name)
-        if record is not None:
-            record.trying = False
+        if record is None or record.trying != self._records.worker:
+            return
+        with self._records.alone():
+            record = self._records.get(name) or record
+            self._records.put(name, replace(record, trying=self._after(record)))
+
+    def _after(self, record: Record) -> int:
+        """Who tries it when a request of this worker is over."""
+        return NOBODY if record.trying == self._records.worker else record.trying
 
     def failed(self, name: str) -> None:
         """The replica failed a request."""
-        record = self._records.setdefault(name, _Record())
-        record.trying = False
-        now = self._clock()
-        if record.ejected:
-            if now >= record.until:
-                self._eject(name, record, now)
-            return
-        record.failures += 1
-        if self._rules.after and record.failures >= self._rules.after and self._may_eject():
-            self._eject(name, record, now)
+        now, seconds = self._clock(), None
+        with self._records.alone():
+            record = self._records.get(name) or Record()
+            record = replace(record, trying=self._after(record))
+            if not record.ejected:
+                record = replace(record, failures=record.failures + 1)
+                if self._rules.after and record.failures >= self._rules.after and self._may_eject():
+                    seconds, record = self._out(record, now)
+            elif now >= record.until:
+                seconds, record = self._out(record, now)
+            self._records.put(name, record)
+        if seconds is not None:
+            self._ejected(name, seconds)
 
     def _may_eject(self) -> bool:
-        out = sum(record.ejected for record in self._records.values())
+        out = sum(record.ejected for record in self._records.each())
         return out + 1 <= self._rules.share * self._size()
 
-    def _eject(self, name: str, record: _Record, now: float) -> None:
+    def _out(self, record: Record, now: float) -> tuple[float, Record]:
+        """How long the replica is ejected for, seconds, and its record then."""
+        ejections = record.ejections
         if not record.ejected and now - record.until > self._rules.max_s:
-            record.ejections = 0
+            ejections = 0
         # Doubling stops counting where it has no more effect: the power must stay a number.
-        seconds = min(self._rules.base_s * 2.0 ** min(record.ejections, 30), self._rules.max_s)
-        record.ejections += 1
-        record.ejected, record.failures, record.until = True, 0, now + seconds
-        self._ejected(name, seconds)
+        seconds = min(self._rules.base_s * 2.0 ** min(ejections, 30), self._rules.max_s)
+        return seconds, replace(
+            record, ejections=ejections + 1, ejected=True, failures=0, until=now + seconds, trying=NOBODY
+        )
 
     def came_back(self, name: str) -> None:
-        """The replica is healthy after it was not: another process, which is let in gently."""
-        record = self._records.setdefault(name, _Record())
-        record.ejected, record.failures, record.trying = False, 0, False
-        record.back_at = self._clock()
+        """The replica is new, or healthy after it was not: another process, which is let in gently."""
+        self._came_at[name] = self._clock()
+        with self._records.alone():
+            record = self._records.get(name)
+            if record is not None:
+                self._records.put(name, replace(record, ejected=False, failures=0, trying=NOBODY))
 
     def forget(self, name: str) -> None:
         """The replica is none of ours any more."""
-        self._records.pop(name, None)
+        self._came_at.pop(name, None)
+        with self._records.alone():
+            self._records.drop(name)

@@ -1,7 +1,7 @@
 """``--workers N``: so many processes on one port, each a whole router. The kernel spreads connections.
 
 They are forked before anything is opened: maps, sockets, threads and tracing are each process's own. All
-that they share is the board on which each says what it has in flight.
+that they share is the board on which each says what it has in flight, and what all have to know.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 from events.address import host_and_port
-from router import doors, shares
+from router import doors, retries, shares, standings
 from router.board import Row, Table
 from router.errors import ListenError
 from router.hint_board import HintBoard, SharedHints
+from router.ledger import Ledger
 from router.settings import RouterSettings
+from router.standings import SharedStandings
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,8 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 class Board:
     """What ``workers`` processes share: their loads by stream, what API keys have used, of ``keys`` and of
-    some more that may come later, the ports of their pages, and what they have just sent where.
+    some more that may come later, the ports of their pages, what they have just sent where, how replicas
+    have done lately, and how much is tried again.
     """
 
     def __init__(self, workers: int, keys: int) -> None:
@@ -43,11 +46,16 @@ class Board:
         self.keys = Table(workers, keys + MORE_KEYS, doors.SHAPE)
         self.pages = Table(workers, 1, "qq")
         self.hints = HintBoard(workers)
+        self.retries = Table(workers, 1, retries.SHAPE)
+        self.standings = Ledger(standings.MOST_REPLICAS, standings.SHAPE)
 
     def clear(self, worker: int) -> None:
-        """A worker is no more: nothing of it counts any longer. Its hints go by themselves, in seconds."""
-        for table in (self.loads, self.keys, self.pages):
+        """A worker is no more: nothing of it counts any longer. Its hints go by themselves, in seconds; what
+        it has found out of replicas stays.
+        """
+        for table in (self.loads, self.keys, self.pages, self.retries):
             table.clear(worker)
+        standings.let_go(self.standings, worker)
 
 
 class Worker:
@@ -79,6 +87,14 @@ class Worker:
     def hints(self) -> SharedHints:
         """Its hints, with those of the others."""
         return SharedHints(self._board.hints, self.number)
+
+    def standings(self) -> SharedStandings:
+        """How replicas have done lately, with all workers."""
+        return SharedStandings(self._board.standings, self.number)
+
+    def retries(self) -> Row:
+        """Its row of what is in flight, and of that what is tried again."""
+        return self._board.retries.row(self.number)
 
     def keys(self) -> Row:
         """Its row of what API keys have used."""

@@ -46,7 +46,7 @@ from router.prompt import CHAT_PATH, COMPLETIONS_PATH
 from router.refusal import refusal
 from router.relay import ClientGoneError, RelayedAnswer, refused
 from router.replicas import Replica
-from router.retries import RetryBudget, RetryRules
+from router.retries import RetryBudget
 from router.tap import Recorder
 from router.tracing import Tracing, describe_decision, describe_request
 from router.upstream import Upstream, UpstreamAnswer, check_head
@@ -81,7 +81,7 @@ class Route:
         tracing: Tracing,
         decisions: DecisionLog,
         *,
-        retries: RetryRules,
+        retries: RetryBudget,
         retry_server_errors: bool = True,
         body_pace: BodyPace,
         client_idle_s: float = 600.0,
@@ -98,7 +98,7 @@ class Route:
         self._metrics = metrics
         self._tracing = tracing
         self._decisions = decisions
-        self._budget = RetryBudget(retries)
+        self._budget = retries
         self._retry_server_errors = retry_server_errors
         self._body_pace = body_pace
         self._client_idle_s = client_idle_s
@@ -114,7 +114,7 @@ class Route:
         request_id = request_id_of(request.headers)
         with self._tracing.request(request.headers, request.path, request_id) as span:
             journey = Journey(request_id, self._decider.policy.name)
-            self._budget.requests += 1
+            self._budget.begin()
             try:
                 response = await self._serve(request, journey, span)
                 journey.status = journey.last.status if journey.last else None
@@ -134,7 +134,7 @@ class Route:
                 journey.status = "500"
                 response = self._give_up(request, journey, error)
             finally:
-                self._budget.requests -= 1
+                self._budget.end()
                 if journey.at_failing:
                     self._retries_at_failing(journey, False)
                 self._account(journey, span)
@@ -175,7 +175,8 @@ class Route:
 
     def _retries_at_failing(self, journey: Journey, now: bool) -> None:
         """Books whether the request is being tried again at a replica that fails."""
-        self._budget.retries += now - journey.at_failing
+        if now != journey.at_failing:
+            self._budget.retry(now)
         journey.at_failing = now
 
     async def _plan(self, request: web.Request, body: bytes, request_id: str) -> Plan:
@@ -202,7 +203,7 @@ class Route:
     def _choose(self, plan: Plan, journey: Journey, span: Span) -> Exchange:
         """Decides and books. Nothing is awaited between the booking and the exchange that will release it."""
         attempt = len(journey.exchanges) + 1
-        failing = self._fleet.outliers.failing() if journey.failed else frozenset()
+        failing = self._fleet.outliers.failing(self._fleet.replicas) if journey.failed else frozenset()
         barred = failing - journey.failed if failing and not self._budget.has_room else frozenset()
         out = journey.failed | barred if barred else journey.failed
         try:

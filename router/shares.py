@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from router.board import Row
+from router.mutex import Mutex
 from router.replicas import StreamId
 from router.stream_load import IDLE, NEVER, NO_SHARE, Share, StreamLoad
 
@@ -47,6 +48,10 @@ class BoardShares:
         if share is None:
             share = self._sums[stream] = self._sum(stream)
         return share
+
+    def alone(self) -> Mutex:
+        """While this is held, no other worker books what has a limit."""
+        return self._row.alone()
 
     def forget(self, stream: StreamId) -> None:
         """Frees the stream's place in this worker's row."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
@@ -56,6 +57,9 @@ class Shares(Protocol):
 
     def of(self, stream: StreamId) -> Share:
         """What all others have there together."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """While this is held, no other worker books what has a limit."""
 
     def forget(self, stream: StreamId) -> None:
         """The stream is none of ours any more."""

@@ -21,8 +21,10 @@ from router.board import Table
 from router.credential import credential
 from router.doors import SHAPE, Allowance, KeySpec, parse_key, parse_keys
 from router.errors import RefusedError, SettingsError
+from router.ledger import Ledger
 from router.settings import UPSTREAM_CLIENTS, RouterSettings
 from router.tls import client_context, server_context
+from tests.router.forked import all_at_once, patient_mutex
 
 BODY = {"model": "m", "prompt": [1]}
 KEY = "sk-router-secret"
@@ -107,6 +109,25 @@ def test_a_keys_limits_are_the_same_over_several_workers_as_over_one(
         elif workers[worker].running:
             workers[worker].leave()
             one.leave()
+
+
+def test_of_requests_that_come_to_several_workers_at_the_same_instant_a_key_lets_in_as_many_as_to_one() -> (
+    None
+):
+    table, counts = Table(4, 2, SHAPE), Ledger(8, "qq")
+    table.mutex, counts.mutex = patient_mutex(), patient_mutex()
+    at_once = KeySpec("at once", b"", concurrency=3000)
+    by_rate = KeySpec("by rate", b"", rate=3000.0)
+
+    def enter(number: int) -> None:
+        row = table.row(number)
+        allowances = [Allowance(spec, lambda: 1.0, row) for spec in (at_once, by_rate)]
+        entered = [sum(may_enter(allowance) for _ in range(3000)) for allowance in allowances]
+        with counts.mutex:
+            counts.put(str(number).encode(), *entered)
+
+    all_at_once(4, enter)
+    assert [sum(each) for each in zip(*counts.each(), strict=True)] == [3000, 3000]
 
 
 async def test_a_request_needs_one_of_the_keys(start_engine: Any, start_router: Any) -> None:

@@ -3,11 +3,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from router.ledger import Ledger
 from router.outliers import OutlierRules, Outliers, Standing
+from router.standings import MOST_REPLICAS, SHAPE, Record, SharedStandings, let_go
+from tests.router.forked import all_at_once, patient_mutex
 
 RULES = OutlierRules(after=3, base_s=5.0, max_s=20.0, share=0.5, slow_start_s=10.0)
 NAMES = ("a", "b", "c", "d")
@@ -45,6 +48,12 @@ class Rig:
         return self.outliers.admit(NAMES)
 
 
+def until(rig: Rig, name: str) -> float:
+    record = rig.outliers._records.get(name)
+    assert record is not None
+    return record.until
+
+
 def test_failures_in_a_row_eject_and_a_success_between_them_does_not() -> None:
     rig = Rig()
     rig.fail("a", 2)
@@ -68,7 +77,7 @@ def test_an_ejection_is_twice_as_long_each_time_up_to_the_most() -> None:
     rig = Rig()
     rig.fail("a", 3)
     for _ in range(4):
-        rig.now = rig.outliers._records["a"].until
+        rig.now = until(rig, "a")
         rig.fail("a")
     assert [seconds for _, seconds in rig.ejections] == [5.0, 10.0, 20.0, 20.0, 20.0]
 
@@ -164,7 +173,7 @@ def test_who_has_long_been_well_again_has_no_record() -> None:
         rig.now += after_s
         for name in "abc":
             rig.outliers.succeeded(name)
-        assert set(rig.outliers._records) <= set(doubtful)
+        assert {name for name in "abc" if rig.outliers._records.get(name)} <= set(doubtful)
     assert rig.outliers.doubts_nobody
     assert rig.admitted() == list(NAMES)
 
@@ -175,6 +184,111 @@ def test_a_replica_that_is_removed_is_forgotten() -> None:
     rig.outliers.forget("a")
     assert rig.admitted() == list(NAMES)
     assert not rig.outliers._records
+
+
+WORKERS = 3
+
+
+def workers_of(rig: Rig) -> tuple[list[Outliers], Ledger]:
+    """The outliers of several workers of one router."""
+    ledger = Ledger(MOST_REPLICAS, SHAPE)
+    return [
+        Outliers(
+            RULES,
+            lambda: len(NAMES),
+            rig.chance,
+            clock=lambda: rig.now,
+            standings=SharedStandings(ledger, number),
+        )
+        for number in range(WORKERS)
+    ], ledger
+
+
+def test_failures_in_a_row_are_counted_over_all_workers_and_what_one_ejects_is_ejected_for_all() -> None:
+    rig = Rig()
+    (one, two, three), _ = workers_of(rig)
+    for worker in (one, two, one):
+        assert worker.chosen("a")
+        worker.failed("a")
+    for worker in (one, two, three):
+        assert worker.standing("a") is Standing.EJECTED
+        assert worker.admit(NAMES) == ["b", "c", "d"]
+        assert worker.failing(NAMES) == {"a"}
+
+
+def test_one_worker_alone_tries_a_replica_again_and_what_it_finds_holds_for_all() -> None:
+    rig = Rig()
+    (one, two, three), ledger = workers_of(rig)
+    for _ in range(3):
+        one.failed("a")
+    rig.now += 5.0
+    assert "a" in one.admit(NAMES)
+    assert "a" in two.admit(NAMES)
+    # Both were to send it a request.
+    assert one.chosen("a")
+    assert not two.chosen("a")
+    assert "a" not in three.admit(NAMES)
+    two.let_go("a")  # Nothing of the other's trial is its to end.
+    assert "a" not in three.admit(NAMES)
+    one.failed("a")
+    assert three.standing("a") is Standing.EJECTED
+    rig.now += 10.0
+    assert three.chosen("a")
+    # A worker that dies tries nothing any more.
+    let_go(ledger, 2)
+    assert two.chosen("a")
+    two.succeeded("a")
+    assert [worker.standing("a") for worker in (one, two, three)] == [Standing.SLOW_START] * 3
+
+
+def test_of_processes_that_would_try_a_replica_at_the_same_instant_one_does() -> None:
+    rig, ledger = Rig(), Ledger(MOST_REPLICAS, SHAPE)
+    for number in range(500):
+        SharedStandings(ledger, 0).put(str(number), Record(ejected=True))
+    claimed = Ledger(64, "q")
+    ledger.mutex, claimed.mutex = patient_mutex(), patient_mutex()
+
+    def claim(number: int) -> None:
+        outliers = Outliers(RULES, lambda: 500, rig.chance, standings=SharedStandings(ledger, number))
+        won = sum(outliers.chosen(str(name)) for name in range(500))
+        with claimed.mutex:
+            claimed.put(str(number).encode(), won)
+
+    all_at_once(4, claim)
+    assert sum(won for (won,) in claimed.each()) == 500
+
+
+how_it_ends = st.sampled_from(("failed", "succeeded", "let_go"))
+happens = st.one_of(
+    st.tuples(st.integers(0, WORKERS - 1), st.sampled_from(NAMES), how_it_ends),
+    st.tuples(st.just("came_back"), st.sampled_from(NAMES)),
+    st.tuples(st.just("passes"), st.floats(0, 30), st.floats(0, 0.999)),
+)
+
+
+@given(st.lists(happens, max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_workers_together_judge_replicas_as_one_does(steps: list[Any]) -> None:
+    rig = Rig()
+    workers, _ = workers_of(rig)
+    for step in steps:
+        if step[0] == "passes":
+            rig.now += step[1]
+            rig.chance.next = step[2]
+        elif step[0] == "came_back":
+            for outliers in (rig.outliers, *workers):  # Each sees it by itself.
+                outliers.came_back(step[1])
+        else:
+            number, name, how = step
+            for outliers in (rig.outliers, workers[number]):
+                assert outliers.chosen(name)
+                getattr(outliers, how)(name)
+        for outliers in workers:
+            assert [outliers.standing(name) for name in NAMES] == [
+                rig.outliers.standing(name) for name in NAMES
+            ]
+            assert outliers.admit(NAMES) == rig.outliers.admit(NAMES)
+            assert outliers.failing(NAMES) == rig.outliers.failing(NAMES)
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -209,7 +323,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def ejections_end(self) -> None:
-        for record in self.rig.outliers._records.values():
+        for record in self.rig.outliers._records.each():
             assert record.until <= self.rig.now + RULES.max_s
 
 

@@ -153,7 +153,7 @@ async def test_px07_a_stream_that_dies_ends_with_an_error_event_and_no_done(
         assert events[:5] == [{}] * 5
         assert [event["error"]["code"] for event in events[5:]] == [502]
         assert (server.acted, other.generated) == (1, 0)  # somebody could have been asked again
-        assert router.parts.fleet.outliers.failing() == {"e0"}
+        assert router.parts.fleet.outliers.failing(["e0"]) == {"e0"}
         assert router.parts.fleet.replicas["e0"].last_error
         assert await router.metric("broken_answers_total", replica="e0") == 1
         await kit.wait_until(router.idle, "nothing is in flight")

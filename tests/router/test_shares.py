@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from typing import Any
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from router.board import USED, Table
 from router.chooser import Chooser, Subject
-from router.load import UNKNOWN_REQUEST_TOKENS, Load, Reservation
+from router.ledger import Ledger
+from router.load import UNKNOWN_REQUEST_TOKENS, FullError, Load, Reservation
 from router.policies import POLICIES
 from router.replicas import StreamId
 from router.reported import Reported
 from router.shares import MOST_STREAMS, SHAPE, BoardShares
 from router.stream_load import IDLE, StreamLoad
+from tests.router.forked import all_at_once, patient_mutex
 
 A, B = ("a", 0), ("b", 1)
 WORKERS = 3
@@ -117,6 +120,23 @@ def test_what_a_worker_that_died_had_in_flight_counts_no_more() -> None:
     table.clear(0)
     assert second.of(A) == StreamLoad(1, 10, 0)
     assert BoardShares(table.row(0)).of(A).load == StreamLoad(1, 10, 0)
+
+
+def test_of_workers_that_would_take_the_last_places_at_the_same_instant_as_many_do_as_there_are() -> None:
+    table, taken = Table(4, MOST_STREAMS, SHAPE), Ledger(8, "q")
+    table.mutex, taken.mutex = patient_mutex(), patient_mutex()
+
+    def take(number: int) -> None:
+        load, booked = Load(shares=BoardShares(table.row(number))), 0
+        for _ in range(500):
+            with contextlib.suppress(FullError):
+                load.reserve(A, 10, most=500)
+                booked += 1
+        with taken.mutex:
+            taken.put(str(number).encode(), booked)
+
+    all_at_once(4, take)
+    assert sum(booked for (booked,) in taken.each()) == 500
 
 
 def test_what_an_engine_reports_of_other_workers_is_not_taken_for_other_routers() -> None:
