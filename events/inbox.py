@@ -6,7 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Hashable
 
-from events.stream import Frame, Overflowed, Replayed, Signal
+from events.signals import Frame, Overflowed, Replayed, Signal
 
 StreamId = Hashable
 

@@ -13,49 +13,15 @@ a third one: another start time is a restart, the same one means that at worst s
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Literal
 
 import msgspec
 from xxhash import xxh3_64_digest
 
+from events.held import Held
+from events.signals import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
+
 State = Literal["connecting", "replaying", "live", "partial", "unverified", "offline"]
-
-
-class Connected(msgspec.Struct, frozen=True, gc=False):
-    """The live socket has a peer (again)."""
-
-
-class Disconnected(msgspec.Struct, frozen=True, gc=False):
-    """The live socket lost its peer."""
-
-
-class Frame(msgspec.Struct, frozen=True, gc=False):
-    """A batch from the live socket."""
-
-    sequence: int
-    payload: bytes
-
-
-class Replayed(msgspec.Struct, frozen=True, gc=False):
-    """A batch that answers replay request number ``ask``."""
-
-    ask: int
-    sequence: int
-    payload: bytes
-
-
-class ReplayEnded(msgspec.Struct, frozen=True, gc=False):
-    """The end marker of replay request number ``ask``."""
-
-    ask: int
-
-
-class Overflowed(msgspec.Struct, frozen=True, gc=False):
-    """Frames of this stream were dropped before they came here."""
-
-
-Signal = Connected | Disconnected | Frame | Replayed | ReplayEnded | Overflowed
 
 
 class Apply(msgspec.Struct, frozen=True, gc=False):
@@ -113,9 +79,8 @@ class _Ask(msgspec.Struct):
     verifies: bool
     rebuilds: bool
     deadline: float
+    kept: Held[Replayed]
     answered: bool = False
-    kept: list[Replayed] = []
-    kept_bytes: int = 0
 
 
 class _Anchor(msgspec.Struct, frozen=True):
@@ -178,8 +143,7 @@ class Stream:
         self._away_since: float | None = None
         self._anchor: _Anchor | None = None
         self._live: tuple[int, bytes] | None = None
-        self._held: deque[Frame] = deque()
-        self._held_bytes = 0
+        self._held: Held[Frame] = Held(limits.held_frames, limits.held_bytes)
         self._missed = False
         self._hole: int | None = None
         self._same_process = False  # since the last connect, by its start time
@@ -447,16 +411,11 @@ class Stream:
         return []
 
     def _hold(self, frame: Frame) -> None:
-        size = len(frame.payload)
-        if len(self._held) >= self._limits.held_frames or self._held_bytes + size > self._limits.held_bytes:
+        if not self._held.add(frame):
             self._missed = True
-            return
-        self._held.append(frame)
-        self._held_bytes += size
 
     def _drop_held(self) -> None:
         self._held.clear()
-        self._held_bytes = 0
         self._missed = False
 
     # replay
@@ -468,7 +427,8 @@ class Stream:
         deadline = now + self._limits.replay_silence
         if self._anchor is not None:
             self._anchor = _Anchor(self._anchor.sequence, self._anchor.digest)
-        self._ask = _Ask(self._asks, start, verifies, rebuilds, deadline)
+        kept: Held[Replayed] = Held(self._limits.held_frames, self._limits.held_bytes)
+        self._ask = _Ask(self._asks, start, verifies, rebuilds, deadline, kept)
         if not verifies and not rebuilds:
             self.state = "replaying"
             self.reason = f"asked for a replay from sequence {start}"
@@ -526,16 +486,9 @@ class Stream:
         """A replay of everything: kept until it is whole, and worth it only if it reaches back to 0."""
         if frame.sequence < len(ask.kept):
             return []
-        size = ask.kept_bytes + len(frame.payload)
-        if (
-            frame.sequence > len(ask.kept)
-            or len(ask.kept) >= self._limits.held_frames
-            or size > self._limits.held_bytes
-        ):
+        if frame.sequence > len(ask.kept) or not ask.kept.add(frame):
             self._ask = None
             return self._drain(now)
-        ask.kept.append(frame)
-        ask.kept_bytes = size
         return []
 
     def _rebuilt(self, ask: _Ask) -> list[Action]:
@@ -610,9 +563,7 @@ class Stream:
     def _drain(self, now: float) -> list[Action]:
         actions: list[Action] = []
         while self._held and self._ask is None:
-            frame = self._held.popleft()
-            self._held_bytes -= len(frame.payload)
-            actions += self._advance_held(frame, now)
+            actions += self._advance_held(self._held.take(), now)
         if self._missed and self._ask is None:
             self._missed = False
             actions += self._catch_up(now)
@@ -623,8 +574,7 @@ class Stream:
         expected = 0 if self.last is None else self.last + 1
         if frame.sequence > expected and self.has_replay and self._retry_at is None:
             self.gaps += 1
-            self._held.appendleft(frame)
-            self._held_bytes += len(frame.payload)
+            self._held.put_back(frame)
             return self._ask_again(expected, frame, now)
         return self._advance(frame, now)
 
@@ -634,8 +584,7 @@ class Stream:
         if self._holes <= self._limits.replay_holes:
             return [self._request(expected, now)]
         self._holes = 0
-        self._held.popleft()
-        self._held_bytes -= len(frame.payload)
+        self._held.take()
         self._forfeit(f"the replay never gave sequences {expected} to {frame.sequence - 1}")
         return [self._take(frame)]
 
@@ -682,8 +631,7 @@ class Stream:
         self._same_process = self._awaits_start = self._maybe_whole = False
         self.reason = reason
         actions: list[Action] = [Reset(reason)]
-        first = self._held[0].sequence if self._held else None
-        if first == 0:
+        if next((held.sequence for held in self._held), None) == 0:
             return actions + self._drain(now)
         if self.has_replay:
             return [*actions, self._request(0, now)]

@@ -2,7 +2,7 @@
 
 One SUB socket per stream (or per address where engines connect to us), and a DEALER for each outstanding
 replay. The thread never waits for whoever takes the signals: what does not fit a stream's bounded queue is
-dropped, and said to the stream as :class:`~events.stream.Overflowed`.
+dropped, and said to the stream as :class:`~events.signals.Overflowed`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from events.contexts import Context, Contexts
 from events.curve import Curve, Gate, refusal, speak_as_client, speak_as_server
 from events.inbox import Inbox, StreamId
 from events.logs import Throttled
-from events.stream import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
+from events.signals import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ from cachetools import TTLCache
 from events.inbox import StreamId
 from events.logs import Throttled
 from events.schema import Batch, Decoder, PayloadError
-from events.stream import Action, Apply, AskReplay, Reset, Signal, Stream, digest_of
+from events.signals import Signal
+from events.stream import Action, Apply, AskReplay, Reset, Stream, digest_of
 from indexer.errors import IndexerError, MapError
 from indexer.layout import PARTIAL_TTL_S, StreamKey, StreamRecord
 from indexer.rank import Kept, Rank

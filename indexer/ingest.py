@@ -16,7 +16,8 @@ import msgspec
 
 from events.inbox import Inbox, StreamId
 from events.logs import Throttled
-from events.stream import Signal, Stream
+from events.signals import Signal
+from events.stream import Stream
 from events.subscriber import Source
 from indexer.bounds import Bounds
 from indexer.errors import (

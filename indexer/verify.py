@@ -25,7 +25,7 @@ from events.recording import (
     Sent,
     read_recording,
 )
-from events.stream import Connected, Frame, Replayed, ReplayEnded
+from events.signals import Connected, Frame, Replayed, ReplayEnded
 from events.subscriber import Source
 from indexer.ingest import Ingest
 from indexer.reader import MapReader

@@ -10,7 +10,7 @@ import msgspec
 from events.curve import Curve
 from events.inbox import StreamId
 from events.schema import BlockStored, PayloadError, decode
-from events.stream import Frame, Replayed, ReplayEnded
+from events.signals import Frame, Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
 from router.replicas import EventSource
 

@@ -32,7 +32,7 @@ from events.recording import (
     pack_history,
     pack_published,
 )
-from events.stream import Replayed, ReplayEnded
+from events.signals import Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
 from router import tap
 from router.app import RouterApp

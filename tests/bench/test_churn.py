@@ -19,7 +19,7 @@ from rich.table import Table
 
 from events.publisher import encode
 from events.schema import BlockRemoved, BlockStored, Event
-from events.stream import Connected, Frame
+from events.signals import Connected, Frame
 from indexer.check import check
 from indexer.ingest import Ingest
 from indexer.registration import Registration

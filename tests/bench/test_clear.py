@@ -18,7 +18,7 @@ from rich.table import Table
 from events.inbox import StreamId
 from events.publisher import encode
 from events.schema import AllBlocksCleared, BlockStored, Event
-from events.stream import Connected, Frame
+from events.signals import Connected, Frame
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
 from indexer.registration import Registration

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from events.publisher import Publisher
-from events.stream import Connected, Frame
+from events.signals import Connected, Frame
 from indexer.check import check_folder
 from indexer.ingest import Ingest
 from indexer.registration import Registration

@@ -15,7 +15,7 @@ import pytest
 from events.contexts import Contexts
 from events.publisher import Publisher
 from events.schema import AllBlocksCleared
-from events.stream import Connected, Replayed, ReplayEnded
+from events.signals import Connected, Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +26,7 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from events.publisher import Publisher
 from events.schema import AllBlocksCleared
-from events.stream import Connected, Frame
+from events.signals import Connected, Frame
 from events.subscriber import Source, Subscriber
 
 subscriber = Subscriber()

@@ -25,7 +25,7 @@ from events.curve import (
 )
 from events.publisher import Publisher
 from events.schema import AllBlocksCleared
-from events.stream import Frame, Replayed, ReplayEnded
+from events.signals import Frame, Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
 
 DEADLINE_S = 20.0

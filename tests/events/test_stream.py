@@ -5,22 +5,8 @@ from typing import Any
 
 import pytest
 
-from events.stream import (
-    Action,
-    Apply,
-    AskReplay,
-    Connected,
-    Disconnected,
-    Frame,
-    Limits,
-    Overflowed,
-    Replayed,
-    ReplayEnded,
-    Reset,
-    Signal,
-    Stream,
-    digest_of,
-)
+from events.signals import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
+from events.stream import Action, Apply, AskReplay, Limits, Reset, Stream, digest_of
 
 LIMITS = Limits()
 
@@ -343,6 +329,14 @@ def test_ev11_a_gap_that_no_replay_fills_is_asked_for_a_few_times_only() -> None
     assert len(wire.asks) <= 2 + LIMITS.replay_holes
     assert wire.state == "partial"
     assert wire.holds == names([0, 1, 2, 5])
+
+
+def test_ev11_what_came_behind_a_gap_that_no_replay_fills_keeps_its_order() -> None:
+    wire = live_at(2)
+    wire.live(5, 6, 7)
+    for _ in range(20):
+        wire.replay()
+    assert wire.holds == names([0, 1, 2, 5, 6, 7])
 
 
 # silence and cool-down

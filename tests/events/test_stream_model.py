@@ -14,21 +14,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from events.stream import (
-    Action,
-    Apply,
-    AskReplay,
-    Connected,
-    Disconnected,
-    Frame,
-    Limits,
-    Overflowed,
-    Replayed,
-    ReplayEnded,
-    Reset,
-    Signal,
-    Stream,
-)
+from events.signals import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
+from events.stream import Action, Apply, AskReplay, Limits, Reset, Stream
 
 LIMITS = Limits(held_frames=6, held_bytes=200)
 SETTLED = ("live", "partial")

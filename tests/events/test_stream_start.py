@@ -4,18 +4,8 @@ from typing import Any
 
 import pytest
 
-from events.stream import (
-    Apply,
-    AskReplay,
-    Connected,
-    Disconnected,
-    Frame,
-    Replayed,
-    ReplayEnded,
-    Reset,
-    Stream,
-    digest_of,
-)
+from events.signals import Connected, Disconnected, Frame, Replayed, ReplayEnded
+from events.stream import Apply, AskReplay, Reset, Stream, digest_of
 
 STARTED, LATER = 1_700_000_000.0, 1_700_000_500.0
 

@@ -13,7 +13,7 @@ import zmq
 
 from events.inbox import Inbox, StreamId
 from events.publisher import Publisher, PublisherError
-from events.stream import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
+from events.signals import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
 from events.subscriber import END_OF_REPLAY, MAX_MESSAGE_BYTES, Source, Subscriber
 
 DEADLINE_S = 20.0

@@ -20,7 +20,8 @@ from xxhash import xxh3_64_intdigest
 from events.inbox import Inbox, StreamId
 from events.publisher import Publisher, encode
 from events.schema import BlockRemoved, BlockStored, Event, canonical_hash, token_array
-from events.stream import AskReplay, Connected, Frame, Signal
+from events.signals import Connected, Frame, Signal
+from events.stream import AskReplay
 from events.subscriber import Source
 from indexer.check import check
 from indexer.ingest import Ingest

@@ -13,7 +13,7 @@ import pytest
 
 from events.publisher import encode
 from events.schema import AllBlocksCleared
-from events.stream import Connected, Frame
+from events.signals import Connected, Frame
 from indexer.blocks import StreamBlocks
 from indexer.errors import MapError, MapFullError, MapSchemaError, RegistrationError
 from indexer.folder import DAMAGED_FILE, DATA_FILE

@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from events.publisher import Publisher
 from events.schema import AllBlocksCleared
-from events.stream import Connected, Frame
+from events.signals import Connected, Frame
 from indexer import corrections as corrections_module
 from indexer.client import IndexerClient
 from indexer.corrections import BELIEF_S, DENIAL_S

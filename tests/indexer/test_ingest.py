@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from events.publisher import encode
-from events.stream import DEFAULT_LIMITS, Connected, Disconnected, Frame, Replayed, ReplayEnded
+from events.signals import Connected, Disconnected, Frame, Replayed, ReplayEnded
+from events.stream import DEFAULT_LIMITS
 from indexer.errors import MapFullError, UnknownInstanceError
 from indexer.followed import Followed
 from indexer.registration import Registration

@@ -8,7 +8,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from events.schema import AllBlocksCleared
-from events.stream import Connected, Disconnected, Replayed, ReplayEnded
+from events.signals import Connected, Disconnected, Replayed, ReplayEnded
 from indexer.feedback_api import _resolve
 from indexer.rank import MAX_PURGED
 from indexer.reader import MapReader

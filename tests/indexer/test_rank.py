@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from events.publisher import encode
 from events.schema import AllBlocksCleared, Event
-from events.stream import Frame, Replayed, ReplayEnded, Signal
+from events.signals import Frame, Replayed, ReplayEnded, Signal
 from indexer.errors import MapError, UnknownInstanceError
 from indexer.followed import MAX_RANK, MAX_RANKS
 from indexer.layout import MAX_SLOTS

@@ -13,7 +13,7 @@ import pytest
 from events.inbox import StreamId
 from events.publisher import encode
 from events.schema import AllBlocksCleared
-from events.stream import Connected, Disconnected, Frame, ReplayEnded
+from events.signals import Connected, Disconnected, Frame, ReplayEnded
 from indexer.bounds import Bounds, Eviction
 from indexer.errors import MapFullError
 from indexer.room import GROUP_SIGNALS, WAITS, Room

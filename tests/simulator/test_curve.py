@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from events.curve import CurveError, read_curve, write_pair
-from events.stream import Replayed, ReplayEnded
+from events.signals import Replayed, ReplayEnded
 from events.subscriber import Source, Subscriber
 from simulator.engine import Engine
 from simulator.settings import EngineSettings
