@@ -75,7 +75,8 @@ class Cuts:
     """Cuts texts for one tokenizer."""
 
     def __init__(self, added: Iterable[AddedToken]) -> None:
-        raw = [token for token in added if token.content and not token.normalized]
+        added = [token for token in added if token.content]
+        raw = [token for token in added if not token.normalized]
         contents = {token.content for token in raw}
         self.patterns = _patterns(contents)
         self._added = re.compile("|".join(self.patterns))
@@ -84,6 +85,13 @@ class Cuts:
         self._cutters = frozenset(
             token.content for token in raw if not (token.lstrip or token.rstrip or token.content[0].isspace())
         )
+        self._bare = frozenset(token.content for token in raw if not (token.lstrip or token.rstrip))
+        normalized = [token for token in added if token.normalized]
+        self._parts_texts = not any(
+            token.lstrip or token.rstrip or any(map(str.isspace, token.content)) for token in normalized
+        )
+        among = "|".join(_patterns({token.content for token in normalized}))
+        self._normalized = re.compile(among).search if among else None
 
     def added(self, text: str) -> list[str]:
         """The added tokens in ``text``, one after the other."""
@@ -104,6 +112,24 @@ class Cuts:
     def all_pieces(self, text: str) -> list[str]:
         """``text``, cut wherever it can be."""
         return self._cut(text, 1)
+
+    def parted(self, text: str) -> list[str] | None:
+        """What is between added tokens and these, in turn: text of which the tokenizer knows nothing but what
+        stands there, and a token that is that alone. None where there is something else.
+        """
+        parts, start = [], 0
+        match = self._next(text, 0)
+        while match:
+            if match.group() not in self._bare:
+                return None
+            at, end = match.span()
+            parts += [text[start:at], text[at:end]]
+            start = end
+            match = self._next(text, end)
+        parts.append(text[start:])
+        if not self._parts_texts or (self._normalized and any(map(self._normalized, parts[::2]))):
+            return None
+        return parts
 
     def _cut(self, text: str, shortest: int) -> list[str]:
         pieces, start = [], 0

@@ -8,7 +8,6 @@ never changed, so threads share it.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
@@ -24,17 +23,14 @@ from router.common_prefix import common_chars
 from router.conversation import Chat, ContentFormat, InexactError
 from router.converted_tokenizer import converted
 from router.cuts import Cuts, cuts_of
+from router.encoding import encoded
 from router.errors import RouterError
+from router.heap import give_back
 from router.token_cache import TokenCache
 from router.tokenizer_files import AddedToken, NotPlainError, TokenizerFiles, fetched, read_files
+from router.words import Words, words_of
 
 log = logging.getLogger(__name__)
-
-
-GIVE_BACK_CHARS = 32 * 1024
-"""New text of which tokenising leaves megabytes behind, and takes more than ten times as long as giving them
-back.
-"""
 
 
 class TokenizerLoadError(RouterError):
@@ -76,6 +72,7 @@ class LocalTokenizer:
         self._name = name
         self._cache = cache
         self._cuts: Cuts | None = cuts_of(backend)
+        self._words: Words | None = words_of(backend, self._cuts)
         self._around = _around(backend)
         self.is_plain = is_plain
 
@@ -149,25 +146,22 @@ class LocalTokenizer:
     def make(self, missing: Sequence[_Missing], add_special_tokens: bool) -> list[array[int]]:
         """The ids of texts that are not known; kept, if they have a digest. Raises InexactError for what is
         no text.
-
-        ``encode`` would hold the interpreter for its whole run, half a second for 100,000 tokens, and the
-        event loop with it; a batch lets go of it (``tokenizers`` 0.23: ``tokenizer.rs``), and this one leaves
-        out offsets, which take as long as all the rest.
         """
         era = self._cache.era(self._name)
         texts = [part.text for part in missing]
         try:
-            made = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            ids = self._made(texts, add_special_tokens)
         except TypeError as error:  # a half of a pair of surrogates: JSON may hold one, UTF-8 may not
             raise InexactError("surrogates") from error
-        ids = [array("I", encoding.ids) for encoding in made]
         for part, its_ids in zip(missing, ids, strict=True):
             if part.digest:
                 self._cache.put(self._name, era, part.digest, its_ids)
-        if sum(map(len, texts)) > GIVE_BACK_CHARS:
-            del made
-            _give_back_memory()
         return ids
+
+    def _made(self, texts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
+        if self._words is not None and not add_special_tokens:
+            return [self._words.ids(text) for text in texts]
+        return encoded(self._backend, texts, add_special_tokens)
 
 
 class _Missing(msgspec.Struct, frozen=True):
@@ -250,7 +244,7 @@ def load_tokenizer(source: str, name: str, cache: TokenCache) -> LocalTokenizer:
         return load_converted(source, name, cache, because=str(why))
     except Exception as error:  # from the network, from files, from libraries: all is said and tried again
         raise TokenizerLoadError(f"{source}: {type(error).__name__}: {error}") from error
-    _give_back_memory()
+    give_back()
     return loaded
 
 
@@ -263,7 +257,7 @@ def load_converted(source: str, name: str, cache: TokenCache, *, because: str = 
     except Exception as error:
         said = f"{because}, and " if because else ""
         raise TokenizerLoadError(f"{source}: {said}{type(error).__name__}: {error}") from error
-    _give_back_memory()
+    give_back()
     return loaded
 
 
@@ -295,14 +289,3 @@ def _add(backend: Any, tokens: Iterable[AddedToken], kind: Any) -> None:
 def _one_thread_each() -> None:
     """Each text is one thread's: a pool beside ours would only cost what waking it costs."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
-
-def _give_back_memory() -> None:
-    """Reading a model's files takes twice what stays of them, and a text of 128 kB some 10 MB while it is
-    tokenised. The GNU C library would keep that, for each thread. Without the interpreter's lock, 1 to 2 ms.
-    """
-    if _trim is not None:
-        _trim(0)

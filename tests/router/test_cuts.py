@@ -10,106 +10,23 @@ from hypothesis import strategies as st
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra local-tokenizer is not installed")
 from tokenizers import AddedToken as Added  # noqa: E402
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
+from tokenizers import pre_tokenizers  # noqa: E402
 
 from router.chat_template import ChatTemplates  # noqa: E402
 from router.cuts import FEW, SHORTEST, AddedToken, Cuts, cuts_of  # noqa: E402
 from router.local_tokenizer import LocalTokenizer  # noqa: E402
 from router.token_cache import TokenCache  # noqa: E402
-from tests.router.chats import ODD  # noqa: E402
-
-SPECIAL = ["<s>", "</s>", "<|a|>", "<|a|><|b|>", "|><|", "<|ab", "<think>"]
-FRAGMENTS = [
-    *ODD,
-    *SPECIAL,
-    *"ab< >|/\n\té",
-    "<s",
-    "s>",
-    "[W]",
-    " [L]",
-    "[R] ",
-    "[N]",
-    "[n]",
-    "word",
-    " word",
-    "Word-Wörd",
-    "\u2581",
-    "</s><s>",
-    "ab" * 5,
-]
-CORPUS = ["the word is a word, ab abab <s> Word Grüße 123", " ".join(ODD), "def f(x): return x"] * 3
-
-
-def byte_level(prefix_space: bool = False, **model: Any) -> Any:
-    backend = Tokenizer(models.BPE(**model))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    return backend
-
-
-def metaspace(scheme: str, split: bool = True) -> Any:
-    backend = Tokenizer(models.BPE(unk_token="?", fuse_unk=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=["?"]))
-    return backend
-
-
-def legacy_llama() -> Any:
-    backend = Tokenizer(models.BPE(unk_token="?", fuse_unk=True))
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
-    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=["?"]))
-    return backend
-
-
-def bert() -> Any:
-    backend = Tokenizer(models.WordPiece(unk_token="?"))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=200, special_tokens=["?"]))
-    return backend
-
-
-def unigram() -> Any:
-    backend = Tokenizer(models.Unigram())
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.NFKC(), normalizers.Strip(), normalizers.Lowercase()]
-    )
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.train_from_iterator(
-        CORPUS, trainers.UnigramTrainer(vocab_size=150, special_tokens=["?"], unk_token="?")
-    )
-    return backend
-
-
-def tiktoken_like() -> Any:
-    backend = byte_level(ignore_merges=True)
-    backend.normalizer = normalizers.NFC()
-    pattern = Regex(r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+|[^\r\n\p{L}\p{N}]?\p{L}+")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    return backend
-
-
-def with_added(backend: Any) -> Any:
-    backend.add_special_tokens([Added(text, normalized=False) for text in SPECIAL])
-    backend.add_tokens([Added("[N]", normalized=True), Added("\u2581\u2581", normalized=True)])
-    backend.add_special_tokens([Added("[L]", lstrip=True), Added("[R]", rstrip=True), Added("  ")])
-    ids = {name: backend.token_to_id(name) for name in ("<s>", "</s>")}
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=list(ids.items())
-    )
-    return backend
-
+from tests.router.backends import (  # noqa: E402
+    FRAGMENTS,
+    SPECIAL,
+    bert,
+    byte_level,
+    legacy_llama,
+    metaspace,
+    tiktoken_like,
+    unigram,
+    with_added,
+)
 
 BACKENDS = {
     "byte-level": byte_level(),

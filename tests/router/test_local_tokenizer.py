@@ -3,9 +3,6 @@ from __future__ import annotations
 import json
 import random
 import socket
-import sys
-import threading
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -69,61 +66,23 @@ def test_ix09_chats_and_texts_have_the_tokens_that_transformers_gives(source: st
 def test_the_next_turn_pays_for_its_new_text_only(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     local = load(folder)
     encoded: list[str] = []
-    backend = local._backend
+    make = local.make
 
-    class Counted:
-        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> Any:
-            encoded.extend(texts)
-            return backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    def counted(missing: Any, add_special_tokens: bool) -> Any:
+        encoded.extend(part.text for part in missing)
+        return make(missing, add_special_tokens)
 
-    monkeypatch.setattr(local, "_backend", Counted())
+    monkeypatch.setattr(local, "make", counted)
     turns = [{"role": "user" if n % 2 == 0 else "assistant", "content": f"turn {n} " * 50} for n in range(7)]
     for length in (1, 3, 5, 7):
         encoded.clear()
         ids = local.encode(local.render(read_chat(body({"messages": turns[:length]}), "string")), False)
     # The answer to the turn before and the new question, and nothing of what was said earlier.
     assert [piece[:16] for piece in encoded] == ["</s><s>assistant", "</s><s>user\nturn"]
-    whole = backend.encode(
+    whole = local._backend.encode(
         local.render(read_chat(body({"messages": turns}), "string")), add_special_tokens=False
     ).ids
     assert ids == array("I", whole)
-
-
-def test_px13_other_threads_run_while_a_long_text_is_tokenised(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    local = load(folder)
-    backend, done, count = local._backend, threading.Event(), 0
-    seen: list[int] = []
-
-    class Watched:
-        def __getattr__(self, name: str) -> Any:
-            def call(*arguments: Any, **more: Any) -> Any:
-                seen.append(count)
-                made = getattr(backend, name)(*arguments, **more)
-                seen.append(count)
-                return made
-
-            return call
-
-    def tokenise() -> None:
-        local.encode("the word is a word " * 20_000, False)
-        done.set()
-
-    monkeypatch.setattr(local, "_backend", Watched())
-    thread = threading.Thread(target=tokenise)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000)  # a thread goes on until it lets go by itself, as this one does
-    try:
-        thread.start()
-        while not done.is_set():
-            count += 1
-            time.sleep(0)
-    finally:
-        sys.setswitchinterval(interval)
-    thread.join()
-    before, after = seen
-    assert after - before > 10
 
 
 def test_ix10_two_models_share_a_cache_and_nothing_else(tmp_path: Path) -> None:

@@ -1,0 +1,275 @@
+"""How a tokenizer splits a text into the words that its model sees one by one, as Python can do it.
+
+A byte-level tokenizer takes one or more regular expressions to a text, one after the other, and its model
+makes tokens of each word by itself (``tokenizers`` 0.23: ``pre_tokenizer.rs``). Expressions that are made of
+alternatives known here are known to split alike in Python, and to have no match with a blank or a comma
+behind a small letter: between these, a text can be cut and its parts be split by themselves.
+
+That holds for characters whose class is the same to whatever knows Unicode, and that normalisation leaves as
+they are: the plain ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+SLICE = 8192
+"""Characters that are split at once, in half a millisecond."""
+SMALL_SLICE = 256
+"""Characters that are given to the tokenizer for one that is not plain."""
+
+_PLAIN_RANGES = (
+    (0x20, 0x7E),
+    (0xA0, 0x24F),  # Latin
+    (0x386, 0x3CE),  # Greek
+    (0x400, 0x45F),  # Cyrillic
+    (0x5D0, 0x5EA),  # Hebrew
+    (0x2010, 0x2027),  # punctuation
+    (0x2030, 0x205E),
+    (0x20A0, 0x20AF),  # currencies
+    (0x2190, 0x22FF),  # arrows, mathematics
+    (0x2500, 0x25FF),  # boxes
+)
+_NOT_PLAIN = frozenset("\u017f")
+"""In the long s a comparison without case sees an s."""
+_BLANKS = "\t\n\r \u00a0"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_LEAD, _ENDING = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS = frozenset(
+    {
+        r" ?\p{L}+",
+        rf"{_LEAD}\p{{L}}+",
+        rf"{_LEAD}+\p{{L}}+",
+        rf"{_LEAD}[\p{{L}}\p{{M}}]+",
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+        rf"{_LEAD}[{_UPPER}]*[{_LOWER}]+",
+        rf"{_LEAD}[{_UPPER}]*[{_LOWER}]+{_ENDING}?",
+    }
+)
+"""Alternatives that begin to match wherever there is a letter that is small or Chinese."""
+_ALTERNATIVES = _LETTERS | {
+    "'s",
+    "'t",
+    "'re",
+    "'ve",
+    "'m",
+    "'ll",
+    "'d",
+    _ENDING,
+    "'(?i:[sdmt]|ll|ve|re)",
+    "(?i:[sdmt]|ll|ve|re)",
+    rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*",
+    rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*{_ENDING}?",
+    r"\p{N}",
+    r"\p{N}{1,3}",
+    r" ?\p{N}+",
+    r" ?[^\s\p{L}\p{N}]+",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    r" ?[\p{P}\p{S}]+[\r\n]*",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"\s*[\r\n]+",
+    r"\s*[\r\n]",
+    r"\s+(?!\S)",
+    r"\s+",
+}
+"""Of GPT-2, Llama 3, Qwen 2 and 3.5, DeepSeek 3, GPT-4, GPT-4o and Mistral's Tekken. In no match a blank or
+a mark, but for an apostrophe, comes behind a letter that is small or Chinese. None looks back. The one that
+looks ahead does so behind blanks.
+"""
+
+_safe = re.compile("[a-z\u4e00-\u9fa5](?=[ \n.,:;()\u3001\u3002\uff0c])").search
+Split = Callable[[str], list[str]]
+
+
+class WordSplit:
+    """Splits plain text by expressions of which each is given what the one before it made."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._ascii = [*_compiled(patterns, _ASCII_CLASSES)]
+        self._plain = [*_compiled(patterns, _CLASSES)]
+
+    def words(self, text: str) -> list[str]:
+        """The words of a text that is plain."""
+        *before, last = self._ascii if text.isascii() else self._plain
+        parts = [text]
+        for split in before:
+            parts = list(filter(None, chain.from_iterable(map(split, parts))))
+        return last(text) if len(parts) == 1 else list(chain.from_iterable(map(last, parts)))
+
+    @staticmethod
+    def slices(text: str) -> Iterator[tuple[str, bool]]:
+        """A text in parts whose words are those of the whole, and whether each is plain."""
+        for part in _cut(text, SLICE):
+            if part.isascii() and not _not_plain(part):
+                yield part, True
+            else:
+                yield from _joined(_cut(part, SMALL_SLICE))
+
+
+def _cut(text: str, size: int) -> Iterator[str]:
+    """Parts of about ``size`` characters, cut behind a letter, in front of a blank or a mark."""
+    start = 0
+    while len(text) - start > size and (found := _safe(text, start + size)):
+        yield text[start : found.end()]
+        start = found.end()
+    if start < len(text):
+        yield text[start:]
+
+
+def _joined(parts: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """Parts, those of one kind that follow each other in one."""
+    joined, kind = "", True
+    for part in parts:
+        plain = not _not_plain(part)
+        if joined and plain != kind:
+            yield joined, kind
+            joined = ""
+        joined, kind = joined + part, plain
+    if joined:
+        yield joined, kind
+
+
+def word_split_of(backend: Any) -> WordSplit | None:
+    """How a ``tokenizers.Tokenizer`` splits what is between its added tokens; None where that is not known
+    to be the same here.
+    """
+    try:
+        normalizer = None if backend.normalizer is None else json.loads(backend.normalizer.__getstate__())
+        described = json.loads(backend.pre_tokenizer.__getstate__())
+    except Exception:  # there is none, or a part that is written in Python
+        return None
+    if not _leaves_plain_text(normalizer):
+        return None
+    patterns: list[str] = []
+    for step in _steps(described, "pretokenizers"):
+        pattern = _pattern(step)
+        if pattern is None:
+            return None
+        patterns += [pattern] if pattern else []
+    if not patterns or not all(_ALTERNATIVES.issuperset(_alternatives(pattern)) for pattern in patterns):
+        return None
+    return WordSplit(patterns) if not _LETTERS.isdisjoint(_alternatives(patterns[-1])) else None
+
+
+def _leaves_plain_text(normalizer: Any) -> bool:
+    steps = [] if normalizer is None else _steps(normalizer, "normalizers")
+    return all(step.get("type") == "NFC" for step in steps)
+
+
+def _steps(described: dict[str, Any], inner: str) -> list[dict[str, Any]]:
+    if described.get("type") != "Sequence":
+        return [described]
+    return list(chain.from_iterable(_steps(step, inner) for step in described[inner]))
+
+
+def _pattern(step: dict[str, Any]) -> str | None:
+    """What a part of a pre-tokenizer splits by; "" if by nothing, None if that is not known."""
+    kind = step.get("type")
+    if kind == "ByteLevel" and not step["add_prefix_space"]:
+        return _GPT2 if step["use_regex"] else ""
+    if kind == "Digits" and step["individual_digits"]:
+        return r"\p{N}"
+    if kind == "Split" and step["behavior"] == "Isolated":
+        return str(step["pattern"].get("Regex", "")) or None
+    return None
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Those at the top; a bar in brackets is none."""
+    made, depth, in_class, escaped = [""], 0, False, False
+    for char in pattern:
+        if char == "|" and not (depth or in_class or escaped):
+            made.append("")
+            continue
+        made[-1] += char
+        if escaped or char == "\\":
+            escaped = not escaped
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        else:
+            depth += {"(": 1, ")": -1}.get(char, 0)
+    return made
+
+
+def _compiled(patterns: Sequence[str], classes: Mapping[str, str]) -> Iterator[Split]:
+    """What is between two matches is a part too. Where there is little of it, one expression for both is
+    the quicker way.
+    """
+    *before, last = (_translated(pattern, classes) for pattern in patterns)
+    for pattern in before:
+        yield re.compile(f"({pattern})").split
+    yield re.compile(rf"{last}|(?:(?!{last})[\s\S])+").findall
+
+
+def _translated(pattern: str, classes: Mapping[str, str]) -> str:
+    """For ``re``, which has no ``\\p``, and other blanks."""
+    made, at, in_class = "", 0, False
+    while at < len(pattern):
+        if found := _ESCAPE.match(pattern, at):
+            inner = classes[found[1] or "blank"]
+            made += inner if in_class else f"[{'^' if found[0] == _NO_BLANK else ''}{inner}]"
+            at = found.end()
+            continue
+        step = 2 if pattern[at] == "\\" else 1
+        if step == 1:
+            in_class = pattern[at] == "[" or (in_class and pattern[at] != "]")
+        made += pattern[at : at + step]
+        at += step
+    return made
+
+
+_ESCAPE, _NO_BLANK = re.compile(r"\\p\{(\w+)\}|\\[sS]"), r"\S"
+
+
+def _plain_chars() -> Iterator[str]:
+    yield from "\t\n\r"
+    for first, last in _PLAIN_RANGES:
+        for char in map(chr, range(first, last + 1)):
+            category = unicodedata.category(char)
+            stable = category == unicodedata.ucd_3_2_0.category(char) and category[0] in "LNPSZ"
+            if stable and char not in _NOT_PLAIN and unicodedata.is_normalized("NFC", char):
+                yield char
+
+
+def _class(chars: Sequence[str]) -> str:
+    """What stands for ``chars``, in their order, between brackets."""
+    made, first = "", 0
+    for number, char in enumerate(chars):
+        if number + 1 == len(chars) or ord(chars[number + 1]) != ord(char) + 1:
+            made += re.escape(chars[first]) + ("" if first == number else f"-{re.escape(char)}")
+            first = number + 1
+    return made
+
+
+def _classes(chars: Sequence[str]) -> dict[str, str]:
+    by_category: defaultdict[str, list[str]] = defaultdict(list)
+    for char in chars:
+        category = unicodedata.category(char)
+        by_category[category[0]].append(char)
+        by_category[category].append(char)
+        if char in _BLANKS:
+            by_category["blank"].append(char)
+    return {name: _class(by_category[name]) or _NO_CHAR for name in _CATEGORIES}
+
+
+_CATEGORIES = ("blank", "L", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "N", "P", "S")
+_NO_CHAR = r"\x00"
+"""For a class without characters: this one is never in plain text."""
+PLAIN = tuple(sorted(_plain_chars()))
+_CLASSES = _classes(PLAIN)
+_ASCII_CLASSES = _classes([char for char in PLAIN if char.isascii()])
+_not_plain = re.compile(f"[^{_class(PLAIN)}]").search

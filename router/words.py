@@ -1,0 +1,105 @@
+"""The ids of a text, most of them from what its words became before.
+
+The model of a tokenizer sees one word at a time, and texts are made of few different ones: ``tokenizers``
+takes ten times as long to split a text into them as Python takes to look them up.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from router.cuts import Cuts
+from router.encoding import encoded
+from router.word_split import WordSplit, word_split_of
+
+KEPT_WORDS = 8192
+"""How many words are kept, and as many that were before: 200 bytes each."""
+LONGEST = 48
+"""Characters of a word that is kept."""
+CHARS_PER_NEW = 24
+"""In a text with a new word for so many characters, it is quicker to have the tokenizer split it."""
+LEARNED = 64
+"""New words of such a part that are made ids of all the same, so that there are fewer in the next."""
+BREATH_S = 20e-6
+"""What others get of the interpreter after each part of a long text."""
+
+
+class Words:
+    """For one tokenizer, used from the loop and from threads: a word may be made ids of twice then, and
+    forgotten too soon, which costs time and nothing else.
+    """
+
+    def __init__(self, backend: Any, cuts: Cuts, split: WordSplit) -> None:
+        self._backend = backend
+        self._cuts = cuts
+        self._split = split
+        self._tokens: dict[str, bytes] = {}
+        self._young: dict[str, bytes] = {}
+        self._old: dict[str, bytes] = {}
+
+    def ids(self, text: str) -> array[int]:
+        """The ids of a text, without what the tokenizer adds to it. Raises TypeError for half of a pair of
+        surrogates.
+        """
+        ids = array("I")
+        for part in self._parts(text):
+            ids.frombytes(part)
+        return ids
+
+    def _parts(self, text: str) -> Iterator[bytes]:
+        parted = self._cuts.parted(text)
+        if parted is None:
+            yield self._encoded([text])[0]
+            return
+        for number, part in enumerate(parted):
+            if number % 2:
+                yield self._token(part)
+                continue
+            for at, (piece, plain) in enumerate(self._split.slices(part)):
+                if at:
+                    time.sleep(BREATH_S)
+                yield self._plain(piece) if plain else self._encoded([piece])[0]
+
+    def _token(self, content: str) -> bytes:
+        made = self._tokens.get(content)
+        if made is None:
+            made = self._tokens[content] = array("I", [self._backend.token_to_id(content)]).tobytes()
+        return made
+
+    def _plain(self, text: str) -> bytes:
+        words = self._split.words(text)
+        young = self._young
+        try:
+            return b"".join(map(young.__getitem__, words))
+        except KeyError:
+            pass
+        found = list(map(young.get, words))
+        unknown = dict.fromkeys(word for word, ids in zip(words, found, strict=True) if ids is None)
+        old = self._old
+        made = {word: old[word] for word in unknown if word in old}
+        new = [word for word in unknown if word not in made]
+        many = len(new) > max(LEARNED, len(text) // CHARS_PER_NEW)
+        learned = new[:LEARNED] if many else new
+        made.update(zip(learned, self._encoded(learned), strict=True))
+        self._keep(made)
+        if many:
+            return self._encoded([text])[0]
+        return b"".join(made[word] if ids is None else ids for word, ids in zip(words, found, strict=True))
+
+    def _keep(self, made: dict[str, bytes]) -> None:
+        """What is not asked for while as many others come as are kept is forgotten."""
+        if len(self._young) + len(made) > KEPT_WORDS:
+            self._old, self._young = self._young, {}
+        self._young.update((word, ids) for word, ids in made.items() if len(word) <= LONGEST)
+
+    def _encoded(self, texts: Sequence[str]) -> list[bytes]:
+        return [ids.tobytes() for ids in encoded(self._backend, texts)]
+
+
+def words_of(backend: Any, cuts: Cuts | None) -> Words | None:
+    """None for a tokenizer that may split texts in another way than is known here."""
+    split = word_split_of(backend)
+    return None if cuts is None or split is None else Words(backend, cuts, split)
