@@ -83,7 +83,7 @@ class Cuts:
         self._begin = _common_begin(contents)
         self._begins = [self._begin] if self._begin else sorted({content[0] for content in contents})
         self._cutters = frozenset(
-            token.content for token in raw if not (token.lstrip or token.rstrip or token.content[0].isspace())
+            token.content for token in raw if not (token.lstrip or token.content[0].isspace())
         )
         self._bare = frozenset(token.content for token in raw if not (token.lstrip or token.rstrip))
         normalized = [token for token in added if token.normalized]

@@ -134,8 +134,8 @@ def split_by(patterns: list[str]) -> Any:
     return backend
 
 
-def with_added(backend: Any) -> Any:
-    backend.add_special_tokens([Added(text, normalized=False) for text in SPECIAL])
+def with_added(backend: Any, *, rstrip: bool = False) -> Any:
+    backend.add_special_tokens([Added(text, normalized=False, rstrip=rstrip) for text in SPECIAL])
     backend.add_tokens([Added("[N]", normalized=True), Added("\u2581\u2581", normalized=True)])
     backend.add_special_tokens([Added("[L]", lstrip=True), Added("[R]", rstrip=True), Added("  ")])
     ids = {name: backend.token_to_id(name) for name in ("<s>", "</s>")}

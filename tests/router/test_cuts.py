@@ -133,11 +133,29 @@ def test_px13_places_are_counted_where_they_are_few_and_where_they_are_many(
     assert long.count(begin) <= cuts.places(long) <= long.count(begin[0])
 
 
-def test_no_cut_where_a_token_takes_spaces_along_or_is_only_found_in_normalised_text() -> None:
+def test_no_cut_where_a_token_takes_spaces_in_front_of_it_or_is_only_found_in_normalised_text() -> None:
     cuts = Cuts(
         [AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True), AddedToken("<n>", normalized=True)]
     )
-    assert cuts.all_pieces("x <l> <r> <n> y") == ["x <l> <r> <n> y"]
+    assert cuts.all_pieces("x <l> <n> y") == ["x <l> <n> y"]
+    assert cuts.all_pieces("x <l> <r> <n> y") == ["x <l> ", "<r> <n> y"]
+
+
+ALL_STRIP = with_added(byte_level(), rstrip=True)
+LOCAL_ALL_STRIP = LocalTokenizer(ALL_STRIP, ChatTemplates({}, {}), "r", TokenCache(1_000_000), is_plain=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=st.lists(st.sampled_from([*FRAGMENTS, " ", "\n "]) | st.text(max_size=8), max_size=14))
+def test_ix09_texts_are_cut_in_front_of_tokens_that_take_the_spaces_behind_them(parts: list[str]) -> None:
+    text = "".join(parts)
+    whole = ALL_STRIP.encode(text, add_special_tokens=False).ids
+    cuts = cuts_of(ALL_STRIP)
+    assert cuts is not None
+    pieces = cuts.all_pieces(text)
+    assert [id_ for piece in pieces for id_ in ALL_STRIP.encode(piece, add_special_tokens=False).ids] == whole
+    assert LOCAL_ALL_STRIP.encode(text, False) == array("I", whole)
+    assert len(cuts_of(ALL_STRIP).all_pieces("x<s> y</s>\n z")) == 3
 
 
 def spoiled_by_a_word(backend: Any) -> None:
