@@ -13,63 +13,32 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import count
 from queue import SimpleQueue
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from events.contexts import Context, Contexts
-from events.curve import Curve, Gate, refusal, speak_as_client, speak_as_server
+from events.curve import Curve, refusal
 from events.inbox import Inbox, StreamId
+from events.link import REFUSALS
 from events.logs import Throttled
 from events.signals import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
+from events.sockets import LIVE_HIGH_WATER, LiveSocket, ReplaySocket, Sockets
+from events.source import Source
 
 log = logging.getLogger(__name__)
 
 END_OF_REPLAY = b"\xff" * 8
 MAX_SEQUENCE = (1 << 63) - 1  # engines count from 0; more is a fault, and cannot be counted on from
 MAX_MESSAGE_BYTES = 32 << 20
-LIVE_HIGH_WATER = 100_000
 READS_PER_TURN = 256
 WAKE_MS = 500
 RESUME_MS = 20
 RECONNECT_PATIENCE_S = 1.0
 ADDRESS_RETRY_S = 2.0
 
-_REFUSALS = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-)
-_LINK_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_ACCEPTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED
-)
-
 Tap = Callable[[StreamId, list[bytes]], None]
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Where a stream comes from.
-
-    ``address`` is connected to, or bound when ``binds``; then only messages with ``topic`` are this stream's
-    (None: all). ``replay`` is the address of the engine's replay endpoint, if it has one. ``peer`` is the
-    name under which CURVE keys are kept for it.
-    """
-
-    address: str
-    binds: bool = False
-    topic: str | None = None
-    replay: str | None = None
-    peer: str = ""
 
 
 class Faults(msgspec.Struct):
@@ -90,67 +59,6 @@ class Faults(msgspec.Struct):
         return dict(self.by_stream.get(stream, {}))
 
 
-class _Live:
-    """A SUB socket with its monitor, and the streams that come out of it."""
-
-    def __init__(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], source: Source) -> None:
-        self.socket = socket
-        self.monitor = monitor
-        self.source = source
-        self.binds = source.binds
-        self.address = source.address
-        self.streams: dict[StreamId, str | None] = {}
-        self.connected: set[StreamId] = set()
-        self.peers = 0
-        self.cut_at: float | None = None
-        self._links: set[int] = set()
-        self._refused = False
-
-    def of_topic(self, topic: str) -> StreamId | None:
-        """The stream of this very topic, else one that takes all topics."""
-        takes_all = None
-        for stream, wanted in self.streams.items():
-            if self.binds and wanted == topic:
-                return stream
-            if wanted is None or not self.binds:
-                takes_all = stream
-        return takes_all
-
-    def on_event(self, event: int, link: int) -> list[Signal]:
-        """What a monitor event means for the streams; ``link`` is the connection's file descriptor.
-
-        A link that never shook hands (a port scan, a health check) is no engine that leaves. Of several
-        engines on one bound address nobody says which one left: all prove themselves.
-        """
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.peers += 1
-            return [Connected()]
-        if event in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
-            self._links.add(link)
-        elif event == zmq.EVENT_CONNECT_RETRIED:
-            self.cut_at = None
-        elif event != zmq.EVENT_DISCONNECTED:
-            self._refused = True
-        else:
-            self._links.discard(link)
-            self.cut_at = None if self.binds else time.monotonic()
-            refused, self._refused = self._refused, False
-            before, self.peers = self.peers, min(self.peers, len(self._links))
-            if before and not (refused and self.peers == before):
-                return [Disconnected(), Connected()] if self.peers else [Disconnected()]
-        return []
-
-
-class _Replay:
-    """A DEALER socket with one outstanding request."""
-
-    def __init__(self, socket: zmq.Socket[bytes], stream: StreamId, ask: int, address: str) -> None:
-        self.socket = socket
-        self.stream = stream
-        self.ask = ask
-        self.address = address
-
-
 class Subscriber:
     """Follows any number of streams; signals come out of :attr:`inbox`.
 
@@ -168,24 +76,21 @@ class Subscriber:
     ) -> None:
         self.inbox = inbox or Inbox()
         self._tap = tap
-        self._max_message_bytes = max_message_bytes
         self.faults = Faults()
-        self._contexts = Contexts()
+        self._sockets = Sockets(curve, max_message_bytes)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._poller = zmq.Poller()
-        self._live: dict[zmq.Socket[bytes], _Live] = {}
-        self._replays: dict[StreamId, _Replay] = {}
+        self._live: dict[zmq.Socket[bytes], LiveSocket] = {}
+        self._replays: dict[StreamId, ReplaySocket] = {}
         self._paused: set[StreamId] = set()
         self._sources: dict[StreamId, Source] = {}
         self._unopened: dict[StreamId, tuple[float, Source]] = {}
         self._warn = Throttled(log)
-        self._names = count()
-        self._wake_in, self._wake_out = self._wake_pair()
+        self._wake_in, self._wake_out = self._sockets.pair()
         self._wake_lock = threading.Lock()
-        self._curve = curve
-        self._gate: Gate | None = None
-        if curve is not None and curve.clients is not None:
-            self._gate = Gate(self._contexts.shared, curve.clients)
+        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._gate = self._sockets.gate
+        if self._gate is not None:
             self._poller.register(self._gate.socket, zmq.POLLIN)
         self._open = True
         self._thread = threading.Thread(target=self._run, name="subscriber", daemon=True)
@@ -218,7 +123,7 @@ class Subscriber:
             self._command(self._stop)
             self._thread.join(timeout=5)
             self._wake_out.close(0)
-            self._contexts.end()
+            self._sockets.end()
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -227,13 +132,6 @@ class Subscriber:
             self._wake_out.send(b"", zmq.DONTWAIT)
 
     # on the thread
-
-    def _wake_pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        inner, outer = self._contexts.shared.socket(zmq.PULL), self._contexts.shared.socket(zmq.PUSH)
-        inner.bind("inproc://wake")
-        outer.connect("inproc://wake")
-        self._poller.register(inner, zmq.POLLIN)
-        return inner, outer
 
     def _stop(self) -> None:
         self._open = False
@@ -295,7 +193,7 @@ class Subscriber:
         self.faults.broken.pop(stream, None)
         live.streams[stream] = source.topic
         self._sources[stream] = source
-        if live.peers:
+        if live.link.peers:
             self._tell(live, stream, Connected())
 
     def _retry_unopened(self) -> None:
@@ -303,91 +201,41 @@ class Subscriber:
             if time.monotonic() >= due:
                 self._add(stream, source)
 
-    def _shared(self, source: Source) -> _Live | None:
+    def _shared(self, source: Source) -> LiveSocket | None:
         """Streams whose engines connect to one of our addresses share its socket."""
         if not source.binds:
             return None
-        bound = (live for live in self._live.values() if live.binds)
-        return next((live for live in bound if live.address == source.address), None)
+        bound = (live for live in self._live.values() if live.source.binds)
+        return next((live for live in bound if live.source.address == source.address), None)
 
-    def _open_live(self, source: Source) -> _Live:
-        # What binds looks up no name later on, and has to be where the gate is.
-        context = self._contexts.shared if source.binds else self._contexts.acquire(source.address)
-        socket = self._socket(context, zmq.SUB, LIVE_HIGH_WATER)
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._protect(socket, source, binds=source.binds)
-        monitor = context.socket(zmq.PAIR)
-        endpoint = f"inproc://monitor-{next(self._names)}"
-        try:
-            socket.monitor(endpoint, _LINK_EVENTS)
-            monitor.connect(endpoint)
-            (socket.bind if source.binds else socket.connect)(source.address)
-        except zmq.ZMQError:
-            monitor.close(0)
-            socket.close(0)
-            self._release(source)
-            raise
-        live = _Live(socket, monitor, source)
-        self._live[socket] = live
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
+    def _open_live(self, source: Source) -> LiveSocket:
+        live = self._sockets.open_live(source)
+        self._live[live.socket] = live
+        self._poller.register(live.socket, zmq.POLLIN)
+        self._poller.register(live.monitor, zmq.POLLIN)
         return live
-
-    def _release(self, source: Source) -> None:
-        if not source.binds:
-            self._contexts.release(source.address)
-
-    def _protect(self, socket: zmq.Socket[bytes], source: Source, *, binds: bool) -> None:
-        """Has a socket demand the keys that are known of its peer."""
-        if self._curve is None:
-            return
-        server = self._server_key(source)
-        if binds:
-            if self._gate is not None:
-                speak_as_server(socket, self._curve.own, gated=True)
-        elif server is not None:
-            speak_as_client(socket, self._curve.own, server)
-
-    def _server_key(self, source: Source) -> bytes | None:
-        return None if self._curve is None else self._curve.server_of(source.peer)
-
-    def _socket(self, context: Context, kind: int, high_water: int) -> zmq.Socket[bytes]:
-        """A socket that gives up on a silent peer, and on messages that no engine sends."""
-        socket = context.socket(kind)
-        socket.setsockopt(zmq.RCVHWM, high_water)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
-        return socket
 
     def _remove(self, stream: StreamId) -> None:
         self._sources.pop(stream, None)
         self._unopened.pop(stream, None)
         self._close_replay(stream)
-        for socket, live in list(self._live.items()):
+        for live in list(self._live.values()):
             if stream in live.streams:
                 del live.streams[stream]
                 live.connected.discard(stream)
                 if not live.streams:
-                    self._close_live(socket, live)
+                    self._close_live(live)
         self.faults.by_stream.pop(stream, None)
         self.faults.broken.pop(stream, None)
         self.inbox.forget(stream)
 
-    def _close_live(self, socket: zmq.Socket[bytes], live: _Live) -> None:
-        for each in (socket, live.monitor):
+    def _close_live(self, live: LiveSocket) -> None:
+        for each in (live.socket, live.monitor):
             self._poller.unregister(each)
-        socket.disable_monitor()
-        live.monitor.close(0)
-        socket.close(0)
-        self._release(live.source)
-        del self._live[socket]
+        del self._live[live.socket]
+        self._sockets.close_live(live)
 
-    def _read_live(self, live: _Live) -> None:
+    def _read_live(self, live: LiveSocket) -> None:
         """Hands on frames and connection changes so that no frame meets a connection it did not come by.
 
         The monitor is read after the frames, so it has told of every connection that a frame came by. At a
@@ -409,7 +257,7 @@ class Subscriber:
         if not left:
             self._dispatch_all(live, frames)
 
-    def _tell(self, live: _Live, stream: StreamId, change: Signal) -> None:
+    def _tell(self, live: LiveSocket, stream: StreamId, change: Signal) -> None:
         """An engine that joins a bound address is no reason to doubt those that are there."""
         if isinstance(change, Disconnected):
             live.connected.discard(stream)
@@ -426,45 +274,45 @@ class Subscriber:
                 messages.append(socket.recv_multipart(zmq.DONTWAIT))
         return messages
 
-    def _changes(self, live: _Live) -> tuple[list[Signal], bool]:
+    def _changes(self, live: LiveSocket) -> tuple[list[Signal], bool]:
         """What the monitor told since it was last read, and whether an engine joined."""
         changes: list[Signal] = []
         joined = False
         while live.monitor.poll(0):
             message = recv_monitor_message(live.monitor)
             self._note_handshake(live, message["event"])
-            changes += live.on_event(message["event"], message["value"])
+            changes += live.link.on_event(message["event"], message["value"], time.monotonic())
             joined = joined or message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return changes, joined
 
-    def _note_handshake(self, live: _Live, event: int) -> None:
+    def _note_handshake(self, live: LiveSocket, event: int) -> None:
         """Says of a stream whose peer we connect to why the two do not get on: most often it is the keys."""
-        if live.binds or event not in (*_REFUSALS, zmq.EVENT_HANDSHAKE_SUCCEEDED):
+        if live.source.binds or event not in (*REFUSALS, zmq.EVENT_HANDSHAKE_SUCCEEDED):
             return
         for stream in live.streams:
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.faults.broken.pop(stream, None)
                 continue
             self.faults.count(stream, "handshake")
-            keyed = self._server_key(live.source) is not None
-            self.faults.broken[stream] = refusal(live.address, event, keyed=keyed)
+            keyed = self._sockets.server_key(live.source) is not None
+            self.faults.broken[stream] = refusal(live.source.address, event, keyed=keyed)
             self._warn.warning(f"handshake {stream}", "%s: %s", stream, self.faults.broken[stream])
 
     def _reopen_cut(self) -> None:
         """After a breach of protocol, such as too large a message, ZeroMQ does not reconnect by itself."""
         before = time.monotonic() - RECONNECT_PATIENCE_S
         for live in list(self._live.values()):
-            if live.cut_at is not None and live.cut_at < before:
+            if live.link.cut_at is not None and live.link.cut_at < before:
                 again = self._open_live(live.source)
                 again.streams = live.streams
                 again.connected = live.connected
-                self._close_live(live.socket, live)
+                self._close_live(live)
 
-    def _dispatch_all(self, live: _Live, messages: list[list[bytes]]) -> None:
+    def _dispatch_all(self, live: LiveSocket, messages: list[list[bytes]]) -> None:
         for frames in messages:
             self._dispatch(live, frames)
 
-    def _dispatch(self, live: _Live, frames: list[bytes]) -> None:
+    def _dispatch(self, live: LiveSocket, frames: list[bytes]) -> None:
         topic = frames[0].decode("utf-8", "replace")
         stream = live.of_topic(topic)
         if stream is None:
@@ -484,19 +332,15 @@ class Subscriber:
         if source is None or source.replay is None:
             return
         self._close_replay(stream)
-        socket = self._socket(self._contexts.acquire(source.replay), zmq.DEALER, 0)
-        self._protect(socket, source, binds=False)
         try:
-            socket.connect(source.replay)
+            replay = self._sockets.open_replay(source, source.replay, stream, ask)
         except zmq.ZMQError as error:
-            socket.close(0)
-            self._contexts.release(source.replay)
             self.faults.count(stream, "replay_address")
             log.error("cannot use replay %s of stream %s: %s", source.replay, stream, error)
             return
-        self._replays[stream] = _Replay(socket, stream, ask, source.replay)
-        self._poller.register(socket, zmq.POLLIN)
-        socket.send_multipart([b"", start.to_bytes(8, "big")])
+        self._replays[stream] = replay
+        self._poller.register(replay.socket, zmq.POLLIN)
+        replay.socket.send_multipart([b"", start.to_bytes(8, "big")])
 
     def _close_replay(self, stream: StreamId) -> None:
         replay = self._replays.pop(stream, None)
@@ -506,10 +350,9 @@ class Subscriber:
             self._paused.discard(stream)
         else:
             self._poller.unregister(replay.socket)
-        replay.socket.close(0)
-        self._contexts.release(replay.address)
+        self._sockets.close_replay(replay)
 
-    def _read_replay(self, replay: _Replay) -> None:
+    def _read_replay(self, replay: ReplaySocket) -> None:
         for _ in range(READS_PER_TURN):
             if not self.inbox.has_room(replay.stream):
                 self._poller.unregister(replay.socket)
@@ -528,7 +371,7 @@ class Subscriber:
                 self._paused.discard(stream)
                 self._poller.register(self._replays[stream].socket, zmq.POLLIN)
 
-    def _replied(self, replay: _Replay, frames: list[bytes]) -> bool:
+    def _replied(self, replay: ReplaySocket, frames: list[bytes]) -> bool:
         """Takes one reply; True at the end marker. Parsed from the end: before 0.26 there is no topic."""
         if len(frames) >= 3 and frames[-2] == END_OF_REPLAY:
             self._close_replay(replay.stream)

@@ -17,8 +17,8 @@ import msgspec
 from events.inbox import Inbox, StreamId
 from events.logs import Throttled
 from events.signals import Signal
+from events.source import Source
 from events.stream import Stream
-from events.subscriber import Source
 from indexer.bounds import Bounds
 from indexer.errors import (
     IndexerError,

@@ -26,7 +26,7 @@ from events.recording import (
     read_recording,
 )
 from events.signals import Connected, Frame, Replayed, ReplayEnded
-from events.subscriber import Source
+from events.source import Source
 from indexer.ingest import Ingest
 from indexer.reader import MapReader
 from indexer.registration import Registration

@@ -11,7 +11,8 @@ from events.curve import Curve
 from events.inbox import StreamId
 from events.schema import BlockStored, PayloadError, decode
 from events.signals import Frame, Replayed, ReplayEnded
-from events.subscriber import Source, Subscriber
+from events.source import Source
+from events.subscriber import Subscriber
 from router.replicas import EventSource
 
 REPLAY_TIMEOUT_S = 5.0

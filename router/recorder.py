@@ -33,7 +33,8 @@ from events.recording import (
     pack_published,
 )
 from events.signals import Replayed, ReplayEnded
-from events.subscriber import Source, Subscriber
+from events.source import Source
+from events.subscriber import Subscriber
 from router import tap
 from router.app import RouterApp
 from router.assembly import router_app

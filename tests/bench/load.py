@@ -22,7 +22,7 @@ import msgspec
 from events.inbox import Inbox, StreamId
 from events.publisher import Publisher, encode
 from events.schema import BlockStored
-from events.subscriber import Source
+from events.source import Source
 
 BLOCK_SIZE = 16
 MODEL = "bench"

@@ -16,7 +16,8 @@ from events.contexts import Contexts
 from events.publisher import Publisher
 from events.schema import AllBlocksCleared
 from events.signals import Connected, Replayed, ReplayEnded
-from events.subscriber import Source, Subscriber
+from events.source import Source
+from events.subscriber import Subscriber
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0
@@ -27,7 +28,8 @@ sys.path.insert(0, sys.argv[1])
 from events.publisher import Publisher
 from events.schema import AllBlocksCleared
 from events.signals import Connected, Frame
-from events.subscriber import Source, Subscriber
+from events.source import Source
+from events.subscriber import Subscriber
 
 subscriber = Subscriber()
 subscriber.add("unknown", Source("tcp://engine.of.a.zone.that.answers.not:5557"))
@@ -75,7 +77,7 @@ def test_streams_and_replays_by_name_are_heard_and_leave_nothing_behind() -> Non
         heard += subscriber.inbox.take(100, 0.1)
     for stream in "ab":
         subscriber.remove(stream)
-    assert subscriber._contexts._named == {}
+    assert subscriber._sockets._contexts._named == {}
     subscriber.close()
     publisher.close()
 

@@ -26,7 +26,8 @@ from events.curve import (
 from events.publisher import Publisher
 from events.schema import AllBlocksCleared
 from events.signals import Frame, Replayed, ReplayEnded
-from events.subscriber import Source, Subscriber
+from events.source import Source
+from events.subscriber import Subscriber
 
 DEADLINE_S = 20.0
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from events.source import Source
 from events.stream import Apply, AskReplay, Limits, Reset, Stream
-from events.subscriber import Source, Subscriber
+from events.subscriber import Subscriber
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 20.0

@@ -14,7 +14,8 @@ import zmq
 from events.inbox import Inbox, StreamId
 from events.publisher import Publisher, PublisherError
 from events.signals import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
-from events.subscriber import END_OF_REPLAY, MAX_MESSAGE_BYTES, Source, Subscriber
+from events.source import Source
+from events.subscriber import END_OF_REPLAY, MAX_MESSAGE_BYTES, Subscriber
 
 DEADLINE_S = 20.0
 DEADLINE_MS = int(DEADLINE_S * 1000)

@@ -21,8 +21,8 @@ from events.inbox import Inbox, StreamId
 from events.publisher import Publisher, encode
 from events.schema import BlockRemoved, BlockStored, Event, canonical_hash, token_array
 from events.signals import Connected, Frame, Signal
+from events.source import Source
 from events.stream import AskReplay
-from events.subscriber import Source
 from indexer.check import check
 from indexer.ingest import Ingest
 from indexer.layout import StreamRecord, Tables

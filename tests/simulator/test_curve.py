@@ -10,7 +10,8 @@ import pytest
 
 from events.curve import CurveError, read_curve, write_pair
 from events.signals import Replayed, ReplayEnded
-from events.subscriber import Source, Subscriber
+from events.source import Source
+from events.subscriber import Subscriber
 from simulator.engine import Engine
 from simulator.settings import EngineSettings
 
