@@ -53,7 +53,7 @@ from router.token_check import TokenCheck
 from router.tokenizing import check_tokenizers, tokenizing
 from router.tracing import Tracing, start_tracing
 from router.upstream import Upstream
-from router.waitlist import LOOK_S, WORKERS_LOOK_S, Waitlist
+from router.waitlist import Waitlist
 from router.watcher import WatchPace
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,9 @@ async def router_app(
         feedback = indexer.feedback(metrics, router.trust)
         feedback.start()
         stack.push_async_callback(feedback.close)
-        doors = _doors(router, worker)
+        doors, waitlist = _doors(router, worker), _waitlist(router, worker)
+        if worker is not None:
+            stack.enter_context(worker.bell(waitlist.rung))
         route = _route(
             router,
             planner,
@@ -119,7 +121,7 @@ async def router_app(
             tracing,
             doors,
             retries=RetryBudget(settings.retry_rules(), None if worker is None else worker.retries()),
-            waitlist=_waitlist(router, worker),
+            waitlist=waitlist,
             recorder=recorder,
             feedback=feedback if lookup is not None else None,
         )
@@ -250,8 +252,7 @@ def _waitlist(router: RouterApp, worker: Worker | None) -> Waitlist:
     waitlist = Waitlist(
         router.settings.queue_limit,
         router.settings.queue_timeout_s,
-        # Nobody tells of the room that another worker makes.
-        look_s=LOOK_S if worker is None else WORKERS_LOOK_S,
+        elsewhere=None if worker is None else worker.queue(),
     )
     waitlist.waited = router.metrics.queue_seconds.observe
     router.load.released = waitlist.room

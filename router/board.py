@@ -127,18 +127,29 @@ class Row:
 
     def others(self, name: bytes) -> list[tuple[Any, ...]]:
         """The fields that the other workers have under the name."""
+        self._look()
         table = self._table
-        names = table.heads_of(NAMES)
-        if names != self._names_seen:
-            self._names_seen = names
-            self._others = [table.names(other) for other in range(table.rows) if other != self._number]
-            self._places.clear()
         places = self._places.get(name)
         if places is None:
             key = _key(name)
             places = self._places[name] = [places[key] for places in self._others if key in places]
         unpack, memory = table.fields.unpack_from, table.memory
         return [unpack(memory, at) for at in places]
+
+    def every(self) -> list[tuple[Any, ...]]:
+        """The fields that the other workers have under any name."""
+        self._look()
+        unpack, memory = self._table.fields.unpack_from, self._table.memory
+        return [unpack(memory, at) for places in self._others for at in places.values()]
+
+    def _look(self) -> None:
+        """Finds the others' records anew where names have come or gone."""
+        table = self._table
+        names = table.heads_of(NAMES)
+        if names != self._names_seen:
+            self._names_seen = names
+            self._others = [table.names(other) for other in range(table.rows) if other != self._number]
+            self._places.clear()
 
     def version(self) -> bytes:
         """Another one each time that any row has changed."""

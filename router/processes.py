@@ -14,15 +14,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from events.address import host_and_port
-from router import doors, retries, shares, standings
+from router import doors, queue_board, retries, shares, standings
+from router.bells import Bells
 from router.board import Row, Table
 from router.errors import ListenError
 from router.hint_board import HintBoard, SharedHints
 from router.ledger import Ledger
+from router.queue_board import SharedQueue
 from router.settings import RouterSettings
 from router.standings import SharedStandings
 
@@ -38,7 +40,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Board:
     """What ``workers`` processes share: their loads by stream, what API keys have used, of ``keys`` and of
     some more that may come later, the ports of their pages, what they have just sent where, how replicas
-    have done lately, and how much is tried again.
+    have done lately, how much is tried again, and who waits for room, with a bell for each worker.
     """
 
     def __init__(self, workers: int, keys: int) -> None:
@@ -47,13 +49,15 @@ class Board:
         self.pages = Table(workers, 1, "qq")
         self.hints = HintBoard(workers)
         self.retries = Table(workers, 1, retries.SHAPE)
+        self.queues = Table(workers, queue_board.MOST_LINES, queue_board.SHAPE)
+        self.bells = Bells(workers)
         self.standings = Ledger(standings.MOST_REPLICAS, standings.SHAPE)
 
     def clear(self, worker: int) -> None:
         """A worker is no more: nothing of it counts any longer. Its hints go by themselves, in seconds; what
         it has found out of replicas stays.
         """
-        for table in (self.loads, self.keys, self.pages, self.retries):
+        for table in (self.loads, self.keys, self.pages, self.retries, self.queues):
             table.clear(worker)
         standings.let_go(self.standings, worker)
 
@@ -91,6 +95,14 @@ class Worker:
     def standings(self) -> SharedStandings:
         """How replicas have done lately, with all workers."""
         return SharedStandings(self._board.standings, self.number)
+
+    def queue(self) -> SharedQueue:
+        """What waits for room in the others."""
+        return SharedQueue(self._board.queues.row(self.number), self.number, self._board.bells)
+
+    def bell(self, call: Callable[[], None]) -> AbstractContextManager[None]:
+        """Has ``call`` called when another worker rings."""
+        return self._board.bells.heard(self.number, call)
 
     def retries(self) -> Row:
         """Its row of what is in flight, and of that what is tried again."""

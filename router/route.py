@@ -197,7 +197,7 @@ class Route:
             return await self._waitlist.take(line, plan.priority, lambda: self._choose(plan, journey, span))
         except SaturatedError as error:
             self._metrics.saturated.labels(error.code).inc()
-            error.retry_after = self._decider.retry_after_s(plan, len(self._waitlist))
+            error.retry_after = self._decider.retry_after_s(plan, self._waitlist.together)
             raise
 
     def _choose(self, plan: Plan, journey: Journey, span: Span) -> Exchange:

@@ -214,6 +214,53 @@ async def test_a_replica_that_fails_is_found_out_once_by_four_workers_and_not_by
                 assert [replica["standing"] for replica in page["replicas"]] == ["ejected", "in"]
 
 
+async def test_rq17_requests_wait_in_four_workers_as_in_one(start_engine: Any, kit: Any) -> None:
+    gate, begun = asyncio.Semaphore(0), list[str]()
+
+    async def answer(request: web.Request) -> web.Response:
+        begun.append((await request.json())["prompt"])
+        await gate.acquire()
+        return web.json_response({})
+
+    engine = await start_engine(answer=answer)
+    arguments = ("--listen", "127.0.0.1:0", "--workers", "4", "--replica", f"e0={engine.url}")
+    limits = ("--max-inflight", "1", "--queue-limit", "7", "--poll-interval-s", "0")
+    async with routers(*arguments, *limits) as process:
+        await kit.wait_until(lambda: len(process.urls("listening on")) == 4, "all listen")
+        url, admin = process.urls("listening on")[0], process.urls("debug pages on")[0]
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as client:
+
+            async def ask(name: str, priority: int) -> int:
+                body = {"model": "m", "prompt": name, "priority": priority}
+                async with client.post(f"{url}/v1/completions", json=body) as response:
+                    return response.status
+
+            async def waiting() -> int:
+                async with client.get(f"{admin}/metrics") as response:
+                    queued = re.findall(r"^warmroute_router_queued{.*} (\S+)", await response.text(), re.M)
+                return int(sum(map(float, queued)))
+
+            asked = {"running": asyncio.create_task(ask("running", 0))}
+            await kit.wait_until(lambda: begun == ["running"], "the replica is full")
+            for number, priority in enumerate((0, 5, 0, 5, 0, 0, 0)):
+                name = f"{priority}-{number}"
+                asked[name] = asyncio.create_task(ask(name, priority))
+                while await waiting() <= number:
+                    pass
+            assert await ask("no better", 5) == 503
+            asked["better"] = asyncio.create_task(ask("better", -1))
+            assert await asked.pop("5-3") == 503  # The last of all, whichever worker it was in.
+            assert await waiting() == 7
+            for number in range(8):
+                assert len(begun) == number + 1
+                gate.release()
+                if number < 7:
+                    await kit.wait_until(lambda n=number: len(begun) == n + 2, "the next one is sent")
+            assert await asyncio.gather(*asked.values()) == [200] * 8
+            assert begun == ["running", "better", "0-0", "0-2", "0-4", "0-5", "0-6", "5-1"]
+
+
 async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -> None:
     engine = await start_engine()
     rule = '{"name": "all", "policy": "least-loaded"}'

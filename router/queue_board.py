@@ -1,0 +1,96 @@
+"""Who waits for room in the other workers of one router, on a board in shared memory.
+
+Each worker tells of each of its lines how many wait there, and the first and the last of them. So all lines
+of a name are one: whoever is first of all looks for room, and whoever is last of all gives way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+
+from router.bells import Bells
+from router.board import Row
+from router.waitlist import LOOK_S, Place
+
+SHAPE = "qqqdqqdqd"
+"""The worker, how many wait; priority, arrival and number of the first; of the last; when it last looked."""
+MOST_LINES = 1024
+ASLEEP_S = 4 * LOOK_S
+"""A first that has not looked for room for so long is of a worker that hangs, and passed over."""
+
+
+class SharedQueue:
+    """What one worker sees of the others. ``clock`` is in seconds, and one that all have in common."""
+
+    def __init__(
+        self, row: Row, worker: int, bells: Bells, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.worker = worker
+        self._row = row
+        self._bells = bells
+        self._clock = clock
+        self._version = b""
+        self._waiting: dict[int, int] = {}
+        self._last: Place | None = None
+
+    def alone(self) -> AbstractContextManager[None]:
+        return self._row.alone()
+
+    def tell(self, line: Hashable, places: Sequence[Place]) -> None:
+        if not places:
+            self._row.drop(_name(line))
+            return
+        first, last = places[0], places[-1]
+        self._row.put(
+            _name(line),
+            self.worker,
+            len(places),
+            first.priority,
+            first.came_at,
+            first.number,
+            last.priority,
+            last.came_at,
+            last.number,
+            self._clock(),
+        )
+
+    def first(self, line: Hashable) -> Place | None:
+        if not self._look():
+            return None
+        awake = self._clock() - ASLEEP_S
+        found = [
+            Place(priority, came_at, int(worker), int(number))
+            for worker, _, priority, came_at, number, *_, looked_at in self._row.others(_name(line))
+            if looked_at >= awake
+        ]
+        return min(found, default=None)
+
+    def waiting(self) -> int:
+        return sum(self._look().values())
+
+    def last(self) -> Place | None:
+        self._look()
+        return self._last
+
+    def ring(self, worker: int | None = None) -> None:
+        for one in self._look() if worker is None else (worker,):
+            self._bells.ring(one)
+
+    def _look(self) -> dict[int, int]:
+        """How many wait in each of the other workers, where any do."""
+        version = self._row.version()
+        if version != self._version:
+            self._version, self._last = version, None
+            waiting: dict[int, int] = {}
+            for worker, count, _, _, _, priority, came_at, number, _ in self._row.every():
+                waiting[worker] = waiting.get(worker, 0) + count
+                last = Place(priority, came_at, worker, number)
+                self._last = last if self._last is None else max(self._last, last)
+            self._waiting = waiting
+        return self._waiting
+
+
+def _name(line: Hashable) -> bytes:
+    return repr(line).encode("utf-8", "surrogatepass")
