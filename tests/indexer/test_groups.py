@@ -1,8 +1,6 @@
 """Attention groups: windows restrict a hit, what cannot be judged is told; a hybrid engine in miniature."""
 
 import random
-import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,12 +9,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 
 from events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Event, token_array
 from indexer.explain import explain
 from indexer.groups import blocks_needed
 from indexer.match import restrict
+from tests.indexer.rig_machine import RigMachine, run
 
 PROMPT = list(range(29))  # Seven blocks of four tokens, and one token to compute.
 FULL = {"group": 0, "group_kind": "full_attention"}
@@ -284,23 +283,14 @@ prompts = st.builds(
 MEDIA = ("GPU", "CPU")
 
 
-class HybridEngine(RuleBasedStateMachine):
+class HybridEngine(RigMachine):
     """Prompts are computed and cached, group by group; blocks of any group go in any order."""
-
-    make_rig: Any
-    engine: Any
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="warmroute-hybrid-"))
-        self.rig = self.make_rig(self.folder)
         self.hasher = self.engine(7)
         self.copies: Counter[tuple[int, str, bytes]] = Counter()
         self.asked: list[list[int]] = [TRUNK]
-
-    def teardown(self) -> None:
-        self.rig.close()
-        shutil.rmtree(self.folder)
 
     @initialize(layout=st.sampled_from(LAYOUTS))
     def start(self, layout: list[tuple[str, int | None]]) -> None:
@@ -379,19 +369,9 @@ class HybridEngine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        sequences = self.rig.sequences
-        self.rig.close()
-        self.rig = self.make_rig(self.folder)
-        self.rig.sequences = sequences
-        self.rig.resume()
+        self.reopened()
         self.say()
 
 
 def test_ev21_a_hybrid_engine_hits_what_the_map_says_whatever_it_evicts(make_rig: Any, engine: Any) -> None:
-    class Machine(HybridEngine):
-        pass
-
-    Machine.make_rig, Machine.engine = make_rig, engine
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None)
-    )
+    run(HybridEngine, examples=40, steps=20, make_rig=make_rig, engine=engine)

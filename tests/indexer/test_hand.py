@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, rule
 
 from events.schema import BlockRemoved
 from indexer.bounds import Bounds, Eviction
 from indexer.changes import Changes
 from indexer.layout import Name
+from tests.indexer.rig_machine import RigMachine, run
 
 COMMON = list(range(80))
 
@@ -187,22 +185,13 @@ prompts = st.builds(
 )
 
 
-class Bounded(RuleBasedStateMachine):
+class Bounded(RigMachine):
     """Two engines store, and remove in any order; the map forgets at any cap, of one or of all."""
-
-    make_rig: Any
-    engine: Any
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="warmroute-bounded-"))
-        self.rig = self.make_rig(self.folder)
         self.hashers = {"A": self.engine(1), "B": self.engine(2)}
         self.removed: set[bytes] = set()
-
-    def teardown(self) -> None:
-        self.rig.close()
-        shutil.rmtree(self.folder)
 
     @initialize()
     def start(self) -> None:
@@ -256,11 +245,7 @@ class Bounded(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        sequences = self.rig.sequences
-        self.rig.close()
-        self.rig = self.make_rig(self.folder)
-        self.rig.sequences = sequences
-        self.rig.resume()
+        self.reopened()
 
     def agree(self) -> None:
         """No kept block has a parent that went, unless the engine itself removed it."""
@@ -272,10 +257,4 @@ class Bounded(RuleBasedStateMachine):
 
 
 def test_ev26_no_kept_block_has_an_evicted_parent_whatever_engines_do(make_rig: Any, engine: Any) -> None:
-    class Machine(Bounded):
-        pass
-
-    Machine.make_rig, Machine.engine = make_rig, engine
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=40, stateful_step_count=20, deadline=None)
-    )
+    run(Bounded, examples=40, steps=20, make_rig=make_rig, engine=engine)

@@ -1,7 +1,6 @@
 """The whole map against a simple model: what engines hold is a multiset of blocks per tier, no more."""
 
 import random
-import shutil
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from events.schema import AllBlocksCleared, BlockRemoved, BlockStored, Event, canonical_hash, token_array
+from tests.indexer.rig_machine import RigMachine, run
 
 TRUNK = tuple(range(180))
 MEDIA = ("GPU", "CPU", "DISK")
@@ -111,17 +109,13 @@ class Cache:
         return counts[0], counts[1], counts[2]
 
 
-class EnginesAndMap(RuleBasedStateMachine):
+class EnginesAndMap(RigMachine):
     """Engines do anything in any order; after each group the map says what they hold."""
 
-    make_rig: Any
-    engine: Any
     prompt: Any
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="warmroute-model-"))
-        self.rig = self.make_rig(self.folder)
         self.caches: dict[str, Cache] = {}
         self.batch: dict[str, list[Event]] = defaultdict(list)
         self.group: list[Any] = []
@@ -130,8 +124,7 @@ class EnginesAndMap(RuleBasedStateMachine):
         self.commit()
         self.rig.collect()
         self.rig.check()
-        self.rig.close()
-        shutil.rmtree(self.folder)
+        super().teardown()
 
     @initialize()
     def register_all(self) -> None:
@@ -259,23 +252,13 @@ class EnginesAndMap(RuleBasedStateMachine):
     @precondition(lambda self: not self.group)
     @rule()
     def reopen(self) -> None:
-        sequences = self.rig.sequences
-        self.rig.close()
-        self.rig = self.make_rig(self.folder)
-        self.rig.sequences = sequences
-        self.rig.resume()
+        self.reopened()
 
 
 def test_the_map_says_what_engines_hold_whatever_they_do(make_rig: Any, engine: Any, prompt: Any) -> None:
     """EV-16, EV-18, EV-21, EV-22, EV-23, EV-30, IX-01, IX-05, IX-06, IX-08 in any mixture."""
 
-    class Machine(EnginesAndMap):
-        pass
-
-    Machine.make_rig, Machine.engine, Machine.prompt = make_rig, engine, prompt
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
-    )
+    run(EnginesAndMap, examples=60, steps=30, make_rig=make_rig, engine=engine, prompt=prompt)
 
 
 hashes = st.integers(1, 6)

@@ -24,6 +24,7 @@ from router.assembly import router_app
 from router.errors import LookupFailedError
 from router.listening import listening
 from router.settings import RouterSettings
+from tests.router.whole_path import IndexerProcess
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DEADLINE_S = 10.0
@@ -160,7 +161,7 @@ class FakeEngine:
 
 
 async def stream(
-    request: web.Request, chunks: Sequence[bytes], between: Callable[[], Awaitable[None]] | None = None
+    request: web.Request, chunks: Sequence[bytes], between: Callable[[], Awaitable[object]] | None = None
 ) -> web.StreamResponse:
     """An SSE answer of ``chunks``; ``between`` is awaited after each."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -170,6 +171,16 @@ async def stream(
         if between is not None:
             await between()
     return response
+
+
+def gated(gate: asyncio.Event) -> Handler:
+    """Answers in one piece as soon as ``gate`` is open."""
+
+    async def answer(_: web.Request) -> web.Response:
+        await gate.wait()
+        return web.json_response({})
+
+    return answer
 
 
 class FakeLookup:
@@ -312,6 +323,14 @@ async def start_router(start_engine: StartEngine, upstream_client: str) -> Async
 
 
 @pytest.fixture
+async def indexer(tmp_path: Path) -> AsyncIterator[IndexerProcess]:
+    process = IndexerProcess(tmp_path / "map")
+    await process.start()
+    yield process
+    await process.kill()
+
+
+@pytest.fixture
 def until() -> Callable[[Callable[[], bool], str], Awaitable[None]]:
     return wait_until
 
@@ -324,6 +343,7 @@ def kit() -> Any:
         lookup = FakeLookup
         matched = staticmethod(matched)
         stream = staticmethod(stream)
+        gated = staticmethod(gated)
         wait_until = staticmethod(wait_until)
         wait_for = staticmethod(wait_for)
         running_router = staticmethod(running_router)

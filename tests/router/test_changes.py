@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from router.errors import SettingsError
 from router.replicas import parse_replicas
 from router.reported import Reported
 from router.settings import RouterSettings
+from tests.router.command import started
 
-ROOT = Path(__file__).resolve().parents[2]
 BODY = {"model": "m", "prompt": [1]}
 
 
@@ -79,12 +78,7 @@ async def test_a_replica_that_is_back_before_it_is_gone_goes_on_as_it_was(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
-
-    async def answer(_: web.Request) -> web.Response:
-        await gate.wait()
-        return web.json_response({})
-
-    engine = await start_engine(answer=answer)
+    engine = await start_engine(answer=kit.gated(gate))
     router = await start_router(engine)
     fleet, specs = router.parts.fleet, parse_replicas([f"e0={engine.url}"])
     replica = fleet.replicas["e0"]
@@ -122,7 +116,7 @@ async def test_a_replica_with_another_address_begins_anew(
 @pytest.fixture
 async def index(tmp_path: Path) -> AsyncIterator[str]:
     """The URL of an indexer in a process of its own."""
-    process, url = await running("indexer", "--listen", "127.0.0.1:0", "--map", str(tmp_path / "map"))
+    process, url = await started("indexer", "--listen", "127.0.0.1:0", "--map", str(tmp_path / "map"))
     yield url
     process.terminate()
     await process.communicate()
@@ -273,20 +267,10 @@ async def test_a_file_that_cannot_be_used_keeps_it_from_starting(start_router: A
         await start_router(replicas_file=str(tmp_path / "nowhere"))
 
 
-async def running(*arguments: str) -> tuple[asyncio.subprocess.Process, str]:
-    command = [sys.executable, "-m", "warmroute", *arguments]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, cwd=ROOT)
-    assert process.stderr is not None
-    async with asyncio.timeout(30):
-        while b"listening on " not in (line := await process.stderr.readline()):
-            assert line, "the router ended"
-    return process, line.decode().rpartition("listening on ")[2].strip()
-
-
 async def test_op02_a_running_router_takes_its_file_anew_at_sighup(start_engine: Any, tmp_path: Path) -> None:
     engine, path = await start_engine(), tmp_path / "w.toml"
     path.write_text(f'[router]\nreplica = ["a={engine.url}"]\ndiscovery_interval_s = 60.0\n')
-    process, url = await running(
+    process, url = await started(
         "--config", str(path), "router", "--listen", "127.0.0.1:0", "--admin-listen", "same"
     )
     try:

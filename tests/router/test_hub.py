@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("tokenizers", reason="the extra local-tokenizer is not installed")
 
 from tests.router import small_tokenizer
+from tests.router.command import started
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,24 +29,15 @@ async def test_px13_a_hub_that_does_not_answer_holds_up_neither_requests_nor_the
     engine = await start_engine()
     with socket.create_server(("127.0.0.1", 0)) as hub:
         url = f"http://127.0.0.1:{hub.getsockname()[1]}"
-        command = ["-m", "warmroute", "router", "--listen", "127.0.0.1:0", "--admin-listen", "same"]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *command,
-            "--replica",
-            f"e0={engine.url}",
-            "--tokenizer",
-            "m=some/model",
-            stderr=asyncio.subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"},
+        process, router = await started(
+            *("router", "--listen", "127.0.0.1:0", "--admin-listen", "same"),
+            *("--replica", f"e0={engine.url}", "--tokenizer", "m=some/model"),
+            HF_ENDPOINT=url,
+            HF_HUB_OFFLINE="0",
+            NO_PROXY="127.0.0.1",
         )
-        assert process.stderr is not None
         try:
             async with asyncio.timeout(60), aiohttp.ClientSession() as client:
-                while b"listening on " not in (line := await process.stderr.readline()):
-                    assert line, "the router ended"
-                router = line.decode().rpartition("listening on ")[2].strip()
                 hub.setblocking(False)
                 connection, _ = await asyncio.get_running_loop().sock_accept(hub)  # it hangs in the load now
                 for _ in range(5):

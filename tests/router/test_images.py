@@ -25,7 +25,7 @@ from router.local_tokenizer import LocalTokenizer, load_tokenizer  # noqa: E402
 from router.prompt import read_body  # noqa: E402
 from router.token_cache import TokenCache  # noqa: E402
 from tests.router import small_tokenizer  # noqa: E402
-from tests.router.test_end_to_end import IndexerProcess, until_live  # noqa: E402
+from tests.router.whole_path import IndexerProcess, until_live  # noqa: E402
 
 SPECIAL = ("<s>", "</s>", "<i>")
 IMAGE_TOKENS = 40
@@ -212,14 +212,6 @@ class Engine:
             self._publisher.publish([BlockStored(new, parent, tokens, BLOCK, extra_keys=extras[held:])], 1.0)
             self._held.update(new)
         return min(held, usable) * BLOCK
-
-
-@pytest.fixture
-async def indexer(tmp_path: Path) -> AsyncIterator[IndexerProcess]:
-    process = IndexerProcess(tmp_path / "map")
-    await process.start()
-    yield process
-    await process.kill()
 
 
 @pytest.fixture

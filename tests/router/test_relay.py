@@ -571,10 +571,7 @@ async def test_px01_three_hundred_streams_run_at_once(start_engine: Any, start_r
     gate = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        async def wait() -> None:
-            await gate.wait()
-
-        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], wait)
+        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], gate.wait)
 
     engine = await start_engine(answer=answer)
     router = await start_router(engine)
@@ -600,10 +597,7 @@ async def test_the_first_chunk_comes_without_delay_on_a_hundred_streams(
     done = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        async def wait() -> None:
-            await done.wait()
-
-        return await kit.stream(request, [b"data: {}\n\n"], wait)
+        return await kit.stream(request, [b"data: {}\n\n"], done.wait)
 
     router = await start_router(await start_engine(answer=answer))
     times = []
@@ -824,12 +818,7 @@ async def test_an_answer_in_one_piece_is_not_queued_prefill_until_its_end(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
-
-    async def answer(_: web.Request) -> web.Response:
-        await gate.wait()
-        return web.json_response({})
-
-    engine, now = await start_engine(answer=answer), 0.0
+    engine, now = await start_engine(answer=kit.gated(gate)), 0.0
     router = await start_router(engine)
     router.parts.load._clock = lambda: now
     task = asyncio.create_task(router.complete(list(range(500))))
@@ -872,12 +861,7 @@ async def test_rq05_a_burst_on_one_tick_is_spread_evenly(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
-
-    async def answer(_: web.Request) -> web.Response:
-        await gate.wait()
-        return web.json_response({})
-
-    engines = [await start_engine(answer=answer) for _ in range(4)]
+    engines = [await start_engine(answer=kit.gated(gate)) for _ in range(4)]
     router = await start_router(*engines, policy="least-loaded")
     tasks = [asyncio.create_task(router.complete([1] * 500)) for _ in range(64)]
     await kit.wait_until(lambda: sum(engine.open for engine in engines) == 64, "all are sent")

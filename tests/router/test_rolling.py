@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.router.command import started
+
 BODY = {"model": "m", "prompt": [1]}
 CHECK_S = 0.05
 
@@ -66,17 +65,11 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def start(engines: list[Any], port: int = 0) -> tuple[asyncio.subprocess.Process, int]:
     replicas = [f"--replica=e{number}={engine.url}" for number, engine in enumerate(engines)]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "warmroute", "router", "--listen", f"127.0.0.1:{port}"),
-        *("--admin-listen", "same", "--shutdown-delay-s", "1", "--grace-s", "10", *replicas),
-        stderr=asyncio.subprocess.PIPE,
-        cwd=ROOT,
+    process, url = await started(
+        *("router", "--listen", f"127.0.0.1:{port}", "--admin-listen", "same"),
+        *("--shutdown-delay-s", "1", "--grace-s", "10", *replicas),
     )
-    assert process.stderr is not None
-    async with asyncio.timeout(30):
-        while b"listening on " not in (line := await process.stderr.readline()):
-            assert line, "the router ended"
-    return process, int(line.rpartition(b":")[2])
+    return process, int(url.rpartition(":")[2])
 
 
 async def test_px17_a_rolling_restart_of_two_routers_costs_no_request(start_engine: Any, kit: Any) -> None:

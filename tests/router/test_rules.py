@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from aiohttp import web
 from multidict import CIMultiDict
 
 from router.errors import RefusedError, SettingsError
@@ -234,12 +233,7 @@ async def test_a_refusal_names_the_policy_that_the_rule_chose(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
-
-    async def hold(_: web.Request) -> web.Response:
-        await gate.wait()
-        return web.json_response({})
-
-    engine = await start_engine(answer=hold)
+    engine = await start_engine(answer=kit.gated(gate))
     rule = Rule(policy="random", path="/v1/completions")
     router = await start_router(engine, rule=(rule,), max_inflight=1)
     first = asyncio.create_task(router.complete("x"))

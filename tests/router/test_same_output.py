@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from router.policies import POLICIES
-from tests.router.test_end_to_end import IndexerProcess, engines, until_live
+from tests.router.whole_path import IndexerProcess, engines, until_live
 
 URLS = [url for url in os.environ.get("WARMROUTE_ENGINE_URLS", "").split(",") if url]
 SYSTEM = "You answer briefly. Caches keep what was computed, so that nobody computes it again. " * 20

@@ -17,8 +17,10 @@ from router.assembly import router_app
 from router.errors import ListenError, RouterError, SettingsError
 from router.listening import listening
 from router.settings import RouterSettings
+from tests.router.command import started
 
 ROOT = Path(__file__).resolve().parents[2]
+ROUTER = ("router", "--listen", "127.0.0.1:0")
 
 
 async def start(settings: RouterSettings) -> None:
@@ -282,18 +284,13 @@ async def test_px15_models_are_listed_while_a_replica_is_down(
 
 
 async def test_rq17_full_replicas_are_passed_by_and_when_all_are_full_it_says_so_at_once(
-    start_engine: Any, start_router: Any, until: Any
+    start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
-
-    async def hold(_: web.Request) -> web.Response:
-        await gate.wait()
-        return web.json_response({})
-
-    engines = [await start_engine(answer=hold), await start_engine(answer=hold)]
+    engines = [await start_engine(answer=kit.gated(gate)) for _ in range(2)]
     router = await start_router(*engines, max_inflight=2)
     tasks = [asyncio.create_task(router.complete("x")) for _ in range(4)]
-    await until(lambda: [engine.open for engine in engines] == [2, 2], "both are full")
+    await kit.wait_until(lambda: [engine.open for engine in engines] == [2, 2], "both are full")
     response = await router.complete("x")
     assert (response.status, response.headers["x-warmroute-reason"]) == (503, "saturated")
     assert "Retry-After" in response.headers
@@ -400,40 +397,17 @@ async def test_a_name_that_is_never_found_holds_up_neither_the_start_nor_the_end
             process.kill()
 
 
-async def running(*arguments: str) -> tuple[asyncio.subprocess.Process, str]:
-    """A router in a process of its own, and where it listens."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "warmroute",
-        "router",
-        "--listen",
-        "127.0.0.1:0",
-        *arguments,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
-    assert process.stderr is not None
-    async with asyncio.timeout(30):
-        while b"listening on " not in (line := await process.stderr.readline()):
-            assert line, "the router ended"
-    return process, line.decode().rpartition("listening on ")[2].strip()
-
-
 async def test_px17_at_sigterm_open_streams_finish_idle_connections_close_and_it_exits(
     start_engine: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        async def wait() -> None:
-            await gate.wait()
-
-        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], wait)
+        return await kit.stream(request, [b"data: {}\n\n", b"data: [DONE]\n\n"], gate.wait)
 
     engine = await start_engine(answer=answer)
-    process, url = await running(
-        "--replica", f"e0={engine.url}", "--grace-s", "20", "--shutdown-delay-s", "0.5"
+    process, url = await started(
+        *ROUTER, "--replica", f"e0={engine.url}", "--grace-s", "20", "--shutdown-delay-s", "0.5"
     )
     port = int(url.rpartition(":")[2])
     async with aiohttp.ClientSession() as client:
@@ -477,7 +451,7 @@ async def test_px17_a_stream_that_does_not_end_is_cut_after_the_grace(start_engi
         return await kit.stream(request, [b"data: {}\n\n"], wait)
 
     engine = await start_engine(answer=answer)
-    process, url = await running("--replica", f"e0={engine.url}", "--grace-s", "0.3")
+    process, url = await started(*ROUTER, "--replica", f"e0={engine.url}", "--grace-s", "0.3")
     async with (
         aiohttp.ClientSession() as client,
         client.post(f"{url}/v1/completions", json={"prompt": [1], "stream": True}) as response,

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from aiohttp import web
 from multidict import CIMultiDict
 
 from router.errors import SaturatedError
@@ -143,19 +142,11 @@ def test_the_priority_is_read_as_vllm_reads_it(header: str | None, body: Any, pr
 # in a router
 
 
-def gated(gate: asyncio.Event) -> Any:
-    async def hold(_: web.Request) -> web.Response:
-        await gate.wait()
-        return web.json_response({})
-
-    return hold
-
-
 async def test_rq17_only_the_replica_below_its_limit_is_used_and_when_all_are_over_it_is_said_at_once(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
-    engines = [await start_engine(answer=gated(gate)) for _ in range(4)]
+    engines = [await start_engine(answer=kit.gated(gate)) for _ in range(4)]
     lookup = kit.lookup(
         kit.matched("e0", 96), kit.matched("e1", 96), kit.matched("e2", 96), kit.matched("e3", 0)
     )
@@ -184,7 +175,7 @@ async def test_requests_wait_for_room_the_important_ones_first(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
-    engine = await start_engine(answer=gated(gate))
+    engine = await start_engine(answer=kit.gated(gate))
     router = await start_router(engine, max_inflight=1, queue_limit=3)
     first = asyncio.create_task(router.complete("first"))
     await kit.wait_until(lambda: engine.open == 1, "it is full")
@@ -208,7 +199,7 @@ async def test_rq11_a_client_that_leaves_the_queue_leaves_nothing_behind(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
     gate = asyncio.Event()
-    engine = await start_engine(answer=gated(gate))
+    engine = await start_engine(answer=kit.gated(gate))
     router = await start_router(engine, max_inflight=1, queue_limit=3, queue_timeout_s=0.3)
     first = asyncio.create_task(router.complete("first"))
     await kit.wait_until(lambda: engine.open == 1, "it is full")
