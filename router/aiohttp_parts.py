@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
-from aiohttp import http_parser, http_writer, web, web_protocol
+from aiohttp import http_writer, web, web_protocol
 from aiohttp.streams import DataQueue
 
 from router.errors import SettingsError
@@ -20,7 +20,7 @@ from router.errors import SettingsError
 _HANDLER = (
     *("_messages", "_waiter", "_parser", "_loop", "_task_handler", "_close", "_force_close", "_upgraded"),
     *("_buffer_paused", "_reading_paused", "_msg_queue_resume_size", "_resume_reading_if_drained"),
-    "_pause_transport_reading",
+    *("_pause_transport_reading", "_pause_reading_for_buffer", "_max_msg_queue_size"),
     *("_keepalive_handle", "_keepalive_timeout", "_next_keepalive_close_time", "_process_keepalive"),
     *("_lingering_time", "_handle_request", "max_field_size", "writing_paused", "log_exception"),
 )
@@ -57,7 +57,6 @@ def _missing_names() -> Iterator[str]:
         (writer, _WRITER),
         (answer, _ANSWER),
         (web.BaseRequest, ("_prepare_hook",)),
-        (http_parser.HttpRequestParser, ("message_consumed",)),
         (aiohttp.TCPConnector, ("_wrap_create_connection",)),
         (http_writer, ("_serialize_headers",)),
         (web_protocol, ("_ErrInfo", "ERROR")),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web
+from multidict import CIMultiDictProxy
 
 from router.errors import RefusedError
 from router.headers import EXPECT, TRANSFER_ENCODING, UPGRADE
+from router.incoming import BodyAtHand, ComingBody
+from router.upstream import NO_TRAILERS
 
 
 class BodyPace(msgspec.Struct, frozen=True):
@@ -70,6 +74,12 @@ async def read_body(request: web.Request, limit_bytes: int, pace: BodyPace) -> b
     except web.RequestPayloadError as error:
         raise _unreadable() from error
     return b"".join(pieces)
+
+
+def trailers_of(request: web.Request) -> CIMultiDictProxy[str]:
+    """The fields that came behind the body, when that has been read."""
+    body: Any = request.content
+    return body.trailers if isinstance(body, (BodyAtHand, ComingBody)) else NO_TRAILERS
 
 
 async def _ask_for_it(request: web.Request) -> None:

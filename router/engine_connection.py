@@ -212,7 +212,7 @@ class EngineConnection(asyncio.Protocol):
         except (FramingError, HeadError) as error:
             self._fail(BrokenAnswerError(f"the replica's answer broke off: {error}"))
             return
-        self._closes |= framing.rest
+        self._closes |= bool(framing.rest)
         if piece:
             self._hand_over(piece)
         if framing.over:

@@ -1,7 +1,8 @@
-"""Where the body of an answer ends (RFC 9112, section 6.3), and its bytes without what frames them."""
+"""Where a body ends (RFC 9112, section 6.3), and its bytes without what frames them."""
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import Protocol
 
@@ -15,12 +16,12 @@ class FramingError(Exception):
 
 
 class Framing(Protocol):
-    """Reads one body. ``over``: all of it has come. ``rest``: bytes came behind it, which are no part of it;
-    ``trailers`` are the lines behind the last chunk, as they came.
+    """Reads one body. ``over``: all of it has come. ``rest``: the bytes that came with its end, and are no
+    part of it; ``trailers`` are the lines behind the last chunk, as they came.
     """
 
     over: bool
-    rest: bool
+    rest: bytes
     trailers: bytes
 
     def feed(self, data: bytes) -> bytes:
@@ -33,8 +34,9 @@ class Framing(Protocol):
 
 
 def framing_of(message: RawResponseMessage, *, bodiless: bool, trailer_bytes: int) -> Framing:
-    """How the body behind a head is framed. ``bodiless``: that of an answer to HEAD. ``trailer_bytes`` is the
-    most that trailers may take. The head's parser has refused a length that is none, and one beside chunks.
+    """How the body behind an answer's head is framed. ``bodiless``: that of an answer to HEAD.
+    ``trailer_bytes`` is the most that trailers may take. The head's parser has refused a length that is none,
+    and one beside chunks.
     """
     if bodiless or message.code in BODILESS_STATUSES:
         return Sized(0)
@@ -54,12 +56,11 @@ class Sized:
     def __init__(self, length: int) -> None:
         self._left = length
         self.over = not length
-        self.rest = False
+        self.rest = b""
 
     def feed(self, data: bytes) -> bytes:
         if len(data) > self._left:
-            self.rest = True
-            data = data[: self._left]
+            data, self.rest = data[: self._left], data[self._left :]
         self._left -= len(data)
         self.over = not self._left
         return data
@@ -71,10 +72,10 @@ class Sized:
 class UntilClose:
     """A body that ends with its connection."""
 
-    trailers = b""
+    trailers = rest = b""
 
     def __init__(self) -> None:
-        self.over = self.rest = False
+        self.over = False
 
     def feed(self, data: bytes) -> bytes:
         return data
@@ -94,6 +95,9 @@ class _Line(Enum):
 SIZE, END_OF_DATA, TRAILER = _Line
 
 
+_SIZE_BEGUN = re.compile(rb"[0-9A-Fa-f]{0,16}[ \t]*(?:;[^\r\n]*)?\r?")
+
+
 class Chunked:
     """A body in chunks (RFC 9112, section 7.1); extensions of chunks are dropped."""
 
@@ -102,8 +106,8 @@ class Chunked:
         self._awaited = SIZE
         self._left = 0
         self._held = b""
-        self.over = self.rest = False
-        self.trailers = b""
+        self.over = False
+        self.rest = self.trailers = b""
 
     def feed(self, data: bytes) -> bytes:
         if self._held:
@@ -124,21 +128,29 @@ class Chunked:
             self._take_line(data[at:end])
             at = end + 2
         else:
-            self.rest = at < len(data)
+            self.rest = data[at:]
         return b"".join(pieces)
 
     def close(self) -> None:
         """What is not there by now does not come."""
 
+    def _size(self, line: bytes) -> int:
+        return _number(line if line.isalnum() else _without_extension(line))
+
     def _hold(self, line: bytes) -> None:
         """The beginning of a line waits for its end."""
-        if len(line) > self._trailer_bytes or (self._awaited is END_OF_DATA and line not in (b"", b"\r")):
+        if len(line) > self._trailer_bytes or self._cannot_end(line):
             raise FramingError(f"{self._awaited.value} does not end")
         self._held = line
 
+    def _cannot_end(self, line: bytes) -> bool:
+        if self._awaited is END_OF_DATA:
+            return line not in (b"", b"\r")
+        return self._awaited is SIZE and _SIZE_BEGUN.fullmatch(line) is None
+
     def _take_line(self, line: bytes) -> None:
         if self._awaited is SIZE:
-            self._left = _size(line)
+            self._left = self._size(line)
             self._awaited = END_OF_DATA if self._left else TRAILER
         elif self._awaited is END_OF_DATA:
             if line:
@@ -152,17 +164,29 @@ class Chunked:
             self.over = True
 
 
+_EXTENDED = re.compile(rb"([0-9A-Fa-f]+);[\t\x20-\x7e\x80-\xff]*")
+
+
+class StrictlyChunked(Chunked):
+    """A body in chunks as clients have to write them: what follows a size is an extension or nothing."""
+
+    def _size(self, line: bytes) -> int:
+        extended = _EXTENDED.fullmatch(line)
+        return _number(line if extended is None else extended[1])
+
+
 def _only_chunk(data: bytes) -> bytes:
     """The data of a chunk that is all there is, as the pieces of a stream are; nothing where it is not so."""
     start = data.find(b"\r\n", 0, 12) + 2
-    if start > 2 and data.endswith(b"\r\n") and _size(data[: start - 2]) == len(data) - start - 2:
-        return data[start:-2]
+    if start > 2 and data.endswith(b"\r\n"):
+        line = data[: start - 2]
+        if line.isalnum() and _number(line) == len(data) - start - 2:
+            return data[start:-2]
     return b""
 
 
-def _size(line: bytes) -> int:
+def _number(digits: bytes) -> int:
     """Raises FramingError."""
-    digits = line if line.isalnum() else _without_extension(line)
     try:
         # Python's int takes signs, underscores and 0x, too.
         if digits.isalnum() and len(digits) < 16 and not digits.startswith((b"0x", b"0X")):

@@ -44,6 +44,13 @@ _NEVER_TRAILERS = HOP_BY_HOP | {
     REQUEST_ID.lower(),
 }
 """What decides how an answer is read, kept or followed counts in its head alone (RFC 9110, section 6.5.1)."""
+_NEVER_TRAILERS_OF_A_REQUEST = _NEVER_TRAILERS | {
+    *("expect", "max-forwards", "pragma", "range", "if-match", "if-none-match", "if-range"),
+    *("if-modified-since", "if-unmodified-since", "accept", "accept-encoding", "accept-language"),
+    *("cookie", "x-api-key", "api-key", "forwarded", "via", "x-real-ip", "origin", "referer", "user-agent"),
+    *("traceparent", "tracestate", "baggage", "x-vllm-priority", RANK.lower()),
+}
+"""What decides how a request is read, who asks, where it goes and what is answered does so, too."""
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
@@ -135,11 +142,27 @@ def to_client(headers: CIMultiDictProxy[str], ours: Mapping[str, str]) -> CIMult
 
 def trailers_to_client(trailers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """The fields behind an answer that a client may get there."""
+    return _trailers(trailers, _NEVER_TRAILERS) if trailers else CIMultiDict()
+
+
+def trailers_to_replica(
+    trailers: CIMultiDictProxy[str], headers: CIMultiDict[str]
+) -> CIMultiDict[str] | None:
+    """The fields behind a request that a replica may get there: engines' web servers (uvicorn) take them for
+    headers. So none that is among the ``headers`` it gets, and none that we decide about.
+    """
     if not trailers:
-        return CIMultiDict()
+        return None
+    passed = _trailers(trailers, _NEVER_TRAILERS_OF_A_REQUEST)
+    for name in [name for name in passed if name in headers]:
+        passed.popall(name, None)
+    return passed
+
+
+def _trailers(trailers: CIMultiDictProxy[str], never: frozenset[str]) -> CIMultiDict[str]:
     items = [(name.lower(), name, value) for name, value in trailers.items()]
     return CIMultiDict(
         (name, value)
         for low, name, value in items
-        if low not in _NEVER_TRAILERS and not low.startswith(_OURS)
+        if low not in never and not low.startswith((_OURS, "x-forwarded-"))
     )

@@ -21,7 +21,7 @@ from events.names import look_up
 from router.engine_connection import EngineConnection
 from router.errors import ConnectTimeoutError, UnreachableError
 from router.head import HeadLimits
-from router.headers import CONNECTION, CONTENT_LENGTH, TE
+from router.headers import CONNECTION, CONTENT_LENGTH, TE, TRAILER, TRANSFER_ENCODING
 from router.last_words import over_tls
 from router.upstream import DNS_TTL_S, NO_TRAILERS, Taker, UpstreamAnswer, told, watch_host
 
@@ -80,11 +80,23 @@ class PooledUpstream:
         self._sweep_timer: asyncio.TimerHandle | None = None
 
     async def send(
-        self, method: str, url: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
+        self,
+        method: str,
+        url: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        trailers: CIMultiDict[str] | None = None,
+        fresh: bool = False,
     ) -> UpstreamAnswer:
         origin, target = origin_and_target(url)
         closes = fresh or not self._keepalive_s
-        head = _head(f"{method} {target} HTTP/1.1", origin, headers, _length(method, body), closes=closes)
+        if trailers:
+            headers[TRANSFER_ENCODING], headers[TRAILER] = "chunked", ", ".join(dict.fromkeys(trailers))
+            body = _chunked(body, trailers)
+        elif body or method not in BODILESS_METHODS:
+            headers[CONTENT_LENGTH] = str(len(body))
+        head = _head(f"{method} {target} HTTP/1.1", origin, headers, closes=closes)
         kept = None if fresh else self._take(origin)
         connection = kept if kept is not None else await self._connect(origin)
         try:
@@ -204,14 +216,14 @@ class _PooledAnswer:
             self._connection = None
 
 
-def _length(method: str, body: bytes) -> int | None:
-    return len(body) if body or method not in BODILESS_METHODS else None
+def _chunked(body: bytes, trailers: CIMultiDict[str]) -> bytes:
+    """A body with trailers, which have their place behind chunks alone (RFC 9112, section 7.1)."""
+    end: bytes = http_writer._serialize_headers("0", trailers)
+    return b"%x\r\n%b\r\n%b" % (len(body), body, end) if body else end
 
 
-def _head(line: str, origin: Origin, headers: CIMultiDict[str], length: int | None, *, closes: bool) -> bytes:
+def _head(line: str, origin: Origin, headers: CIMultiDict[str], *, closes: bool) -> bytes:
     """Raises ValueError for headers with control characters."""
-    if length is not None:
-        headers[CONTENT_LENGTH] = str(length)
     if closes:
         headers[CONNECTION] = "close, TE" if TE in headers else "close"
     head: bytes = http_writer._serialize_headers(line, headers)

@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 from opentelemetry.trace import Span
 
 from events.logs import Throttled
-from router.body import BodyPace, read_body
+from router.body import BodyPace, read_body, trailers_of
 from router.decider import Decider
 from router.decision_log import DecisionLog
 from router.errors import (
@@ -28,7 +28,7 @@ from router.errors import (
 from router.exchange import CANCELLED, Exchange
 from router.feedback import Feedback
 from router.fleet import Fleet
-from router.headers import RANK, REQUEST_ID, Via, request_id_of, to_replica
+from router.headers import RANK, REQUEST_ID, Via, request_id_of, to_replica, trailers_to_replica
 from router.journey import (
     BROKEN,
     CONNECT_TIMEOUT,
@@ -320,7 +320,10 @@ class Route:
             headers["Accept-Encoding"] = "identity"
         url = replica.url + _target(request)
         try:
-            answer = await self._upstream.send(request.method, url, headers, sent, fresh=journey.stale)
+            trailers = trailers_to_replica(trailers_of(request), headers)
+            answer = await self._upstream.send(
+                request.method, url, headers, sent, trailers=trailers, fresh=journey.stale
+            )
             try:
                 check_head(answer)
             except UpstreamError:

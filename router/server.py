@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import EMPTY_PAYLOAD, StreamReader, web, web_protocol
+from aiohttp import EMPTY_PAYLOAD, web, web_protocol
 from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
@@ -23,6 +23,7 @@ from aiohttp.http_writer import StreamWriter
 from events.logs import Throttled
 from router.errors import RefusedError
 from router.headers import EXPECT, REQUEST_ID, UPGRADE, request_id_of
+from router.incoming import READ_AHEAD_BYTES, REQUESTS_AHEAD, Received, RequestLimits, RequestReader
 from router.pages import Pages
 from router.refusal import refusal
 
@@ -76,13 +77,13 @@ class Server(web.Server):
 class _Request(web.Request):
     @property
     def keep_alive(self) -> bool:
-        """Whether the connection stays. Not after a request for an upgrade that is not heeded: aiohttp loses
-        what was sent right behind it. Nor where the client, answered already, may still send the body that it
-        holds back, or may send its next request instead.
+        """Whether the connection stays. Not after a request for an upgrade that is not heeded: what was sent
+        right behind it may be of the other protocol. Nor where the client, answered already, may still send
+        the body that it holds back, or may send its next request instead.
         """
         message, connection = self._message, self._protocol
         assert isinstance(connection, _Connection)
-        if message.should_close or connection.parting() or UPGRADE in message.headers:
+        if message.should_close or connection.is_closing() or UPGRADE in message.headers:
             return False
         return EXPECT not in message.headers or self.content.is_eof()
 
@@ -103,13 +104,20 @@ class _Connection(web.RequestHandler):
             max_field_size=limits.header_bytes,
             max_headers=limits.headers,
             keepalive_timeout=limits.keepalive_s,
+            read_bufsize=READ_AHEAD_BYTES,
         )
+        self._parser = self._reader = RequestReader(  # type: ignore[assignment]
+            self,
+            server._loop,
+            RequestLimits(limits.header_bytes, limits.header_bytes + 1, limits.headers),
+        )
+        self._max_msg_queue_size = REQUESTS_AHEAD
+        self._msg_queue_resume_size = REQUESTS_AHEAD // 2
         self._server = server
         self.parting = server.parting
         self._head_s = limits.head_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._look_timer: asyncio.TimerHandle | None = None
-        self._body: StreamReader | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -122,21 +130,32 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """aiohttp's own, but a head has to be whole in time, and a body that turns malformed ends the wait
-        for it.
+        """Takes requests, and what is still to come of the last one's body: also while the connection is to
+        close behind it, or a body under way when the router goes down would never be whole.
         """
-        if self.transport is None or self._body is None or self._body.is_eof():
-            super().data_received(data)
-        else:
-            self._receive_body(data)
-        if self._messages:
+        is_closing = self._close or self._force_close
+        if self.transport is None or (is_closing and not self._reader.in_body):
+            return
+        received = self._reader.feed_data(data)
+        if self._reader.is_broken:
+            self._close = True
+        if received and not is_closing:
             self._stop_head_timer()
-            if isinstance(self._messages[-1][0], web_protocol._ErrInfo):
-                self._fail_body()
-            else:
-                self._body = self._messages[-1][1]
-        elif self._waiter is not None and self._head_timer is None and data.strip(b"\r\n"):
-            # Empty lines between requests are none (RFC 9112, section 2.2).
+            self._messages.extend(received)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+            if len(self._messages) >= self._max_msg_queue_size and not self._buffer_paused:
+                self._pause_reading_for_buffer()
+        elif self._waiter is not None:
+            self._time_head()
+
+    def is_closing(self) -> bool:
+        """Whether this is the connection's last request."""
+        return self._close or self.parting()
+
+    def _time_head(self) -> None:
+        """A head that has begun while no answer is under way has to be whole in time."""
+        if self._reader.in_head and self._head_timer is None:
             self._head_timer = self._loop.call_later(self._head_s, self._head_is_late)
 
     def _pause_transport_reading(self) -> None:
@@ -157,15 +176,6 @@ class _Connection(web.RequestHandler):
             self.transport.abort()
         else:
             self._look_timer = self._loop.call_later(LOOK_S, self._look_whether_gone)
-
-    def _receive_body(self, data: bytes) -> None:
-        """A connection that closes after this request takes the rest of it, which aiohttp would throw away:
-        a body under way when the router goes down would never be whole.
-        """
-        closing = self._close, self._force_close
-        self._close = self._force_close = False
-        super().data_received(data)
-        self._close, self._force_close = closing
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """aiohttp's own, which its reader of a body calls for each piece, also where nothing was paused."""
@@ -199,22 +209,22 @@ class _Connection(web.RequestHandler):
         if self.transport is not None:
             self.transport.close()
 
-    async def _next(self) -> tuple[RawRequestMessage | web_protocol._ErrInfo, StreamReader]:
+    async def _next(self) -> Received:
         """The next request, or what was wrong with it."""
         if not self._messages:
             self._waiter = self._loop.create_future()
+            self._time_head()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
         received = self._messages.popleft()
-        if self._parser is not None:
-            self._parser.message_consumed()
+        self._reader.message_consumed()
         if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
             self._resume_reading_if_drained()
         return received
 
-    async def _serve(self, message: RawRequestMessage, body: StreamReader) -> bool:
+    async def _serve(self, message: RawRequestMessage, body: Any) -> bool:
         """Answers one request; returns whether another one may come."""
         request = self._request(message, body)
         answer: Any = self._server.pages.answer
@@ -242,7 +252,7 @@ class _Connection(web.RequestHandler):
         # connection closes.
         await asyncio.sleep(LAST_BYTES_S)
 
-    def _request(self, message: RawRequestMessage, body: StreamReader) -> web.Request:
+    def _request(self, message: RawRequestMessage, body: Any) -> web.Request:
         loop, task = self._loop, self._task_handler
         assert task is not None
         limit_bytes = self._server.pages.limit_bytes
@@ -250,7 +260,7 @@ class _Connection(web.RequestHandler):
             message, body, self, StreamWriter(self, loop), task, loop, client_max_size=limit_bytes
         )
 
-    async def _drop(self, body: StreamReader) -> None:
+    async def _drop(self, body: Any) -> None:
         """Reads what the handler has not read, for a while."""
         try:
             async with asyncio.timeout(self._lingering_time):
@@ -275,15 +285,6 @@ class _Connection(web.RequestHandler):
     def _head_is_late(self) -> None:
         self._head_timer = None
         self.force_close()
-
-    def _fail_body(self) -> None:
-        """aiohttp would queue the error as the next request, and leave the reader of this body waiting."""
-        # Not the current request's: between two steps of the loop a request is neither queued nor current.
-        if self._body is not None and not self._body.is_eof():
-            self._messages.pop()
-            self.close()
-            self._body.set_exception(web.RequestPayloadError("malformed"))
-            self._body.feed_eof()
 
     def handle_error(
         self,

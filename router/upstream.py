@@ -114,10 +114,17 @@ class Upstream(Protocol):
     """Sends requests to engines."""
 
     async def send(
-        self, method: str, url: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
+        self,
+        method: str,
+        url: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        trailers: CIMultiDict[str] | None = None,
+        fresh: bool = False,
     ) -> UpstreamAnswer:
-        """The answer's head. ``headers`` may be added to. ``fresh``: over a new connection, none that was
-        kept alive.
+        """The answer's head. ``headers`` may be added to. ``trailers`` go out behind the body, where the
+        client can send them. ``fresh``: over a new connection, none that was kept alive.
 
         Raises UnreachableError, ConnectTimeoutError, DisconnectedError, UpstreamTimeoutError, UpstreamError.
         """
@@ -246,7 +253,14 @@ class AiohttpUpstream:
         self._fresh = fresh
 
     async def send(
-        self, method: str, url: str, headers: CIMultiDict[str], body: bytes, *, fresh: bool = False
+        self,
+        method: str,
+        url: str,
+        headers: CIMultiDict[str],
+        body: bytes,
+        *,
+        trailers: CIMultiDict[str] | None = None,
+        fresh: bool = False,
     ) -> UpstreamAnswer:
         connection = SimpleNamespace(reused=False)
         try:

@@ -17,7 +17,17 @@ from router.errors import SettingsError
 from router.settings import RouterSettings
 
 ROUTER = Path(aiohttp_parts.__file__).parent
-USERS = ("server.py", "delivery.py", "header_bytes.py", "pool.py", "head.py", "upstream.py", "body.py")
+USERS = (
+    "server.py",
+    "incoming.py",
+    "last_words.py",
+    "delivery.py",
+    "header_bytes.py",
+    "pool.py",
+    "head.py",
+    "upstream.py",
+    "body.py",
+)
 
 
 def test_the_installed_aiohttp_has_all_of_them() -> None:

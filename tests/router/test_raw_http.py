@@ -83,6 +83,15 @@ SMUGGLING = {
     "chunks ended by line feeds": b"Transfer-Encoding: chunked\r\n\r\n2\n{}\n0\n\n",
     "an extension with a line feed": b"Transfer-Encoding: chunked\r\n\r\n2;a\n{}\r\n0\r\n\r\n",
     "a length in the trailers": b"Transfer-Encoding: chunked\r\n\r\n0\r\nContent-Length: 50\r\n\r\n",
+    "a coding in the trailers": b"Transfer-Encoding: chunked\r\n\r\n0\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "a host in the trailers": b"Transfer-Encoding: chunked\r\n\r\n0\r\nHost: evil\r\n\r\n",
+    "a folded trailer": b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-A: 1\r\n 2\r\n\r\n",
+    "a trailer with a line feed": b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-A: 1\nX-B: 2\r\n\r\n",
+    "a trailer that is none": b"Transfer-Encoding: chunked\r\n\r\n0\r\nX-A\r\n\r\n",
+    "a blank behind a chunk's size": b"Transfer-Encoding: chunked\r\n\r\n2 \r\n{}\r\n0\r\n\r\n",
+    "an extension with a zero byte": b"Transfer-Encoding: chunked\r\n\r\n2;a\x00\r\n{}\r\n0\r\n\r\n",
+    "a coding that is empty": b"Transfer-Encoding: \r\n\r\n0\r\n\r\n",
+    "a coding with parameters": b"Transfer-Encoding: chunked;q=1\r\n\r\n0\r\n\r\n",
     "two hosts": b"Host: evil\r\nContent-Length: 2\r\n\r\n{}",
 }
 
@@ -97,6 +106,13 @@ async def test_px10_a_request_that_two_servers_could_read_in_two_ways_is_refused
     assert got.statuses == [400]
     assert got.closed
     assert engine.generated == 0
+
+
+async def test_px10_chunks_of_http_1_0_are_no_body(start_engine: Any, start_router: Any) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    got = await exchange(router, CHUNKED.replace(b"1.1", b"1.0") + b"2\r\n{}\r\n0\r\n\r\n", answers=2)
+    assert (got.statuses, got.closed, engine.generated) == ([400], True, 0)
 
 
 async def test_px10_a_coding_that_we_would_have_to_undo_is_refused(
@@ -141,16 +157,70 @@ async def test_px10_a_body_that_turns_malformed_later_ends_the_connection(
             writer.close()
 
 
-async def test_px10_chunk_extensions_and_trailers_of_a_request_stay_behind(
+async def taking_raw(taken: list[bytes]) -> asyncio.Server:
+    """An engine that keeps each POST as it came over the wire."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                if head.startswith(b"POST"):
+                    length = re.search(rb"\r\nContent-Length: (\d+)", head)
+                    if length:
+                        body = await reader.readexactly(int(length[1]))
+                    else:
+                        body = await reader.readuntil(b"\r\n\r\n")
+                    taken.append(head + body)
+                writer.write(OK + b'Content-Length: 21\r\n\r\n{"data":[{"id":"m"}]}')
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+FORBIDDEN = (
+    *("Authorization", "X-Api-Key", "Cookie", "Via", "X-Forwarded-For", "X-data-parallel-rank", "TE"),
+    *("X-Request-Id", "Expect", "Content-Type", "Content-Encoding", "Connection", "traceparent", "X-A"),
+    *("X-Warmroute-Replica", "Trailer"),
+)
+
+
+async def test_px10_trailers_of_a_request_pass_but_for_those_that_would_change_it(
+    start_router: Any, upstream_client: str
+) -> None:
+    evil = b"".join(b"%b: evil\r\n" % name.encode() for name in FORBIDDEN)
+    chunks = b'2;a="b"\r\n{}\r\n0\r\nX-T: 1\r\nx-t: \xff\r\n' + evil + b"\r\n"
+    request = HEAD + b"X-A: 1\r\nTransfer-Encoding: chunked\r\nTrailer: X-T, X-A\r\n\r\n" + chunks
+    taken: list[bytes] = []
+    async with await taking_raw(taken) as server:
+        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        for pieces in [request], [request[:-30], request[-30:]], [request[:90], request[90:]]:
+            taken.clear()
+            rest = HEAD + b"Content-Length: 2\r\n\r\n[]"
+            got = await exchange(router, *pieces[:-1], pieces[-1] + rest, answers=2)
+            assert got.statuses == [200, 200]
+            head, _, body = taken[0].partition(b"\r\n\r\n")
+            assert b"evil" not in taken[0]
+            if upstream_client == "pool":
+                assert body == b"2\r\n{}\r\n0\r\nX-T: 1\r\nx-t: \xff\r\n\r\n"
+                assert b"\r\nTrailer: X-T" in head
+                assert b"Content-Length" not in head
+            else:
+                assert body == b"{}"
+                assert b"Trailer" not in head
+            assert taken[1].endswith(b"\r\n\r\n[]")
+
+
+async def test_px10_chunk_extensions_and_trailers_that_may_not_pass_stay_behind(
     start_engine: Any, start_router: Any
 ) -> None:
     engine = await start_engine()
     router = await start_router(engine)
-    body = b'2;a="b"\r\n{}\r\n0\r\nX-T: 1\r\n\r\n'
-    got = await exchange(router, HEAD + b"Transfer-Encoding: chunked\r\nTrailer: X-T\r\n\r\n" + body)
+    body = b'2;a="b"\r\n{}\r\n0\r\nCookie: 1\r\n\r\n'
+    got = await exchange(router, HEAD + b"Transfer-Encoding: chunked\r\nTrailer: Cookie\r\n\r\n" + body)
     assert (got.statuses, engine.bodies) == ([200], [b"{}"])
-    assert "X-T" not in engine.requests[-1].headers
     assert "Trailer" not in engine.requests[-1].headers
+    assert engine.requests[-1].headers["Content-Length"] == "2"
 
 
 async def answering_raw(answer: bytes, *, closes: bool = False) -> asyncio.Server:
@@ -373,6 +443,52 @@ async def test_px10_pipelined_requests_are_answered_in_order(start_engine: Any, 
     assert (got.statuses, engine.generated) == ([200] * 3, 3)
 
 
+@pytest.mark.parametrize("garbage", [b"garbage\r\n\r\n", b"\x00", b"GET /v1/x HTTP/1.1\r\nA b: c\r\n\r\n"])
+async def test_px10_what_is_no_http_behind_requests_is_refused_behind_their_answers(
+    start_engine: Any, start_router: Any, garbage: bytes
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    request = HEAD + b"Content-Length: 2\r\n\r\n{}"
+    for ahead in (request, request * 3, CHUNKED + b"2\r\n{}\r\n0\r\n\r\n"):
+        engine.bodies.clear()
+        got = await exchange(router, ahead + garbage + request, answers=9)
+        times = len(engine.bodies)
+        assert (got.statuses, got.closed) == ([200] * times + [400], True)
+        assert times == ahead.count(b"POST")
+        assert router.idle()
+
+
+async def test_px10_nothing_is_answered_behind_a_request_that_is_the_last(
+    start_engine: Any, start_router: Any
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    rest = b"Content-Length: 2\r\n\r\n{}"
+    for last in (
+        HEAD + b"Connection: close\r\n" + rest,
+        HEAD.replace(b"1.1", b"1.0") + rest,
+        HEAD + b"Connection: upgrade\r\nUpgrade: h2c\r\n" + rest,
+        CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + b"2\r\n{}\r\n0\r\n\r\n",
+    ):
+        got = await exchange(router, last + HEAD + rest, answers=9)
+        assert (got.statuses, got.closed) == ([200], True)
+    assert engine.bodies == [b"{}"] * 4
+
+
+async def test_px10_more_requests_than_are_read_ahead_are_answered_in_order(
+    start_engine: Any, start_router: Any
+) -> None:
+    engine = await start_engine()
+    router = await start_router(engine)
+    bodies = [b'{"n":%3d}' % number for number in range(100)]
+    chunked = CHUNKED + b"9\r\n%b\r\n0\r\n\r\n"
+    sized = HEAD + b"Content-Length: 9\r\n\r\n%b"
+    requests = [(chunked if number % 3 else sized) % body for number, body in enumerate(bodies)]
+    got = await exchange(router, b"".join(requests), answers=100)
+    assert (got.statuses, engine.bodies) == ([200] * 100, bodies)
+
+
 async def test_header_limits_are_settings(start_engine: Any, start_router: Any) -> None:
     engine = await start_engine()
     router = await start_router(engine, header_limit_bytes=2000, header_limit_count=10)
@@ -395,6 +511,25 @@ async def test_px02_a_head_that_does_not_come_whole_in_time_is_not_waited_for(
         got = await exchange(router, *pieces, answers=2)
         assert got.closed
         assert got.statuses in ([], [200])
+
+
+async def test_px02_a_head_that_began_with_the_request_before_it_is_not_waited_for_either(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine(), head_timeout_s=0.2)
+    request = HEAD + b"Content-Length: 2\r\n\r\n{}"
+    for begun in (b"P", b"\r\nPOST /v1/x HTTP/1.1\r\nHost: r\r"):
+        got = await exchange(router, request + begun, answers=2)
+        assert (got.statuses, got.closed) == ([200], True)
+
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(0.5)
+        return web.Response(body=b"{}")
+
+    # While an answer is under way a head may wait for its rest, as the next request may.
+    router = await start_router(await start_engine(answer=answer), head_timeout_s=0.2)
+    got = await exchange(router, request + HEAD, *[b""] * 15, b"Content-Length: 2\r\n\r\n{}", answers=2)
+    assert got.statuses == [200, 200]
 
 
 async def test_px02_an_empty_line_behind_a_request_begins_no_other(
