@@ -13,12 +13,24 @@ install: .venv/installed  ## Makes the environment in .venv
 		{ echo "warmroute needs Python 3.11 or newer; say which with: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
 
+# Where nothing can be fetched, pip says so in forty lines.
+define install
+	@echo "installing $(1) into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '$(1)' 2>.venv/pip.log || { \
+		missing=$$(sed -n 's/^ *ERROR: No matching distribution found for //p' .venv/pip.log | head -n 1); \
+		if [ -n "$$missing" ]; then \
+			echo "cannot get $$missing: no package index in reach has it. Connect to the network, or name an index" \
+				"(make PIP_INDEX_URL=URL) or a folder of wheels (make PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER);" \
+				"pip's own words are in .venv/pip.log"; \
+		else cat .venv/pip.log; fi >&2; exit 1; }
+endef
+
 .venv/installed: .venv/bin/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(call install,.)
 	@touch $@
 
 .venv/tested: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(call install,.[dev])
 	@touch $@
 
 demo: .venv/installed  ## Round robin beside cache-aware routing, on simulated engines
