@@ -12,11 +12,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from router.colleagues import OWN, Colleagues, together
 from router.decision_log import DecisionLog
+from router.errors import RefusedError
 from router.fleet import Fleet
+from router.headers import REQUEST_ID, request_id_of
 from router.load import Load
 from router.local_tokens import Told
 from router.metrics import RouterMetrics
 from router.pages import Pages
+from router.refusal import refusal
 from router.registrar import Registrar
 from router.replicas import Health, Replica, StreamId
 from router.rules import Rules
@@ -89,11 +92,24 @@ class Admin:
             if asked.isascii() and asked.isdecimal() and len(asked) < 10:
                 page = await colleagues.page(int(asked), request.path, request.query)
             if page is None:
-                return _json({"error": f"worker {asked[:20]!r} does not answer"}, status=404)
+                return self._missing(request, f"worker {asked[:20]!r} does not answer")
             kind = CONTENT_TYPE_LATEST if request.path == "/metrics" else "application/json"
             return web.Response(body=page, headers={"Content-Type": kind})
 
         return handle
+
+    def add_rest(self, pages: Pages) -> None:
+        """Says of a page that is not there which there are."""
+
+        async def missing(request: web.Request) -> web.Response:
+            return self._missing(request, f"Not Found: the pages here are {', '.join(pages.paths)}")
+
+        pages.add_rest(missing)
+
+    def _missing(self, request: web.Request, message: str) -> web.Response:
+        error = RefusedError(404, "Not Found", message, reason="not found")
+        said = {REQUEST_ID: request_id_of(request.headers)}
+        return refusal(error, self._rules.default.name, said)
 
     async def _others(self, request: web.Request) -> dict[int, bytes | None]:
         """The other workers' pages, where the request is not for that of one."""
@@ -136,13 +152,16 @@ class Admin:
         )
 
     async def rules(self, request: web.Request) -> web.Response:
-        """The rules in their order with how many requests took each, and the policy of all others."""
-        rules = self._rules.shown()
+        """The rules in their order and the policy of all others, with how many requests took each."""
+        shown = self._rules.shown()
         for page in (await self._others(request)).values():
-            counts = {rule["name"]: rule["requests"] for rule in _read(page, "rules")}
-            for rule in rules:
-                rule["requests"] += counts.get(rule["name"], 0)
-        return _json({"rules": rules, "default": self._rules.default.name})
+            if page is not None:
+                theirs = msgspec.json.decode(page)
+                counts = {rule["name"]: rule["requests"] for rule in theirs["rules"]}
+                for rule in shown["rules"]:
+                    rule["requests"] += counts.get(rule["name"], 0)
+                shown["default_requests"] += theirs["default_requests"]
+        return _json(shown)
 
     def _registered(self, stream: StreamId) -> bool | str:
         registered = self._registrar.registered(stream) if self._registrar else False
@@ -192,16 +211,16 @@ class Admin:
             shown = [{"worker": self._colleagues.number, **decision} for decision in shown]
         others = await self._others(request)
         if others:
-            shown += [decision for page in others.values() for decision in _read(page, "decisions")]
+            shown += [decision for page in others.values() for decision in _decisions(page)]
             shown = sorted(shown, key=lambda decision: -decision["at"])[:most]
         return _json({"decisions": shown})
 
 
-def _read(page: bytes | None, name: str) -> list[dict[str, Any]]:
-    """The list of that name on another worker's page; empty for one that does not answer."""
+def _decisions(page: bytes | None) -> list[dict[str, Any]]:
+    """Those on another worker's page; none of one that does not answer."""
     if page is None:
         return []
-    found: list[dict[str, Any]] = msgspec.json.decode(page)[name]
+    found: list[dict[str, Any]] = msgspec.json.decode(page)["decisions"]
     return found
 
 

@@ -288,6 +288,7 @@ def _add_admin(
     for pages in (router.pages, router.admin_pages):
         admin.add_health(pages)
     admin.add_pages(router.admin_pages)
+    admin.add_rest(router.admin_pages)
     if router.settings.admin_address() is None:
         admin.add_pages(router.pages)
 

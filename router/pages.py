@@ -25,6 +25,12 @@ class Pages:
         self.limit_bytes = limit_bytes
         self._pages: dict[str, Handler] = {}
         self._below: list[tuple[str, Handler]] = []
+        self._rest: Handler | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Those of the pages that were added one by one."""
+        return tuple(self._pages)
 
     def add(self, path: str, handler: Handler) -> None:
         """Answers GET and HEAD of ``path``."""
@@ -33,6 +39,10 @@ class Pages:
     def add_all_below(self, prefix: str, handler: Handler) -> None:
         """Answers all else whose path begins with ``prefix``."""
         self._below.append((prefix, handler))
+
+    def add_rest(self, handler: Handler) -> None:
+        """Answers what nobody else serves."""
+        self._rest = handler
 
     def wrap(self, wrapped: Callable[[Handler], Handler]) -> None:
         """Has each handler that is there replaced by what ``wrapped`` makes of it."""
@@ -55,6 +65,8 @@ class Pages:
         for prefix, handler in self._below:
             if path.startswith(prefix) and not (".." in path and _leads_out(path[len(prefix) :])):
                 return handler
+        if page is None and self._rest is not None:
+            return self._rest
         if page is None:
             raise web.HTTPNotFound
         raise web.HTTPMethodNotAllowed(method, READING)

@@ -84,7 +84,7 @@ class Rules:
         for name in names:
             if names.count(name) > 1:
                 raise SettingsError(f"rule {name!r} is given twice; every rule needs a name of its own")
-        self.taken: Counter[str] = Counter()
+        self._taken: Counter[str | None] = Counter()  # by rule; None: the default
 
     def pick(
         self, model: str | None, path: str, headers: Mapping[str, str], replicas: Sequence[str]
@@ -94,8 +94,13 @@ class Rules:
         Raises RefusedError (400) for an override that names nothing.
         """
         picked = self._by_rule(model, path, headers)
-        if not self._allow_override:
-            return picked
+        if self._allow_override:
+            picked = self._overridden(picked, headers, replicas)
+        if not picked.asked:
+            self._taken[picked.rule] += 1
+        return picked
+
+    def _overridden(self, picked: Picked, headers: Mapping[str, str], replicas: Sequence[str]) -> Picked:
         name, pin = headers.get(POLICY_HEADER), headers.get(REPLICA_HEADER)
         if name is not None:
             if name not in POLICIES:
@@ -109,16 +114,18 @@ class Rules:
         tenant = headers.get(self.tenant_header)
         for name, rule, policy in self._rules:
             if rule.fits(model, path, headers, tenant):
-                self.taken[name] += 1
                 return Picked(policy, name)
         return Picked(self.default)
 
-    def shown(self) -> list[dict[str, Any]]:
-        """The rules, in order, with how many requests took each."""
-        return [
-            {**msgspec.to_builtins(rule), "name": name, "requests": self.taken[name]}
+    def shown(self) -> dict[str, Any]:
+        """The rules, in order, and the default policy, with how many requests took each. Those that named
+        their policy themselves took none.
+        """
+        rules = [
+            {**msgspec.to_builtins(rule), "name": name, "requests": self._taken[name]}
             for name, rule, _ in self._rules
         ]
+        return {"rules": rules, "default": self.default.name, "default_requests": self._taken[None]}
 
 
 def name_of(number: int, rule: Rule) -> str:

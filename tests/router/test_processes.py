@@ -263,7 +263,7 @@ async def test_rq17_requests_wait_in_four_workers_as_in_one(start_engine: Any, k
 
 async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -> None:
     engine = await start_engine()
-    rule = '{"name": "all", "policy": "least-loaded"}'
+    rule = '{"name": "texts", "policy": "least-loaded", "path": "/v1/completions"}'
     arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--replica", f"e0={engine.url}", "--rule", rule)
     async with routers(*arguments) as process, aiohttp.ClientSession() as client:
         await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
@@ -283,12 +283,16 @@ async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -
             while await seen() != {0, 1}:
                 await spread(process.urls("listening on")[0], lambda before=sent: engine.generated > before)
                 sent = engine.generated
+        async with client.post(process.urls("listening on")[0] + "/v1/embeddings", json=BODY) as response:
+            assert response.status == 200
+        sent += 1
         for admin in admins:
             newest = (await page("/debug/decisions", admin))["decisions"]
             assert len(newest) == sent
             assert [one["at"] for one in newest] == sorted((one["at"] for one in newest), reverse=True)
             assert len((await page("/debug/decisions?limit=1", admin))["decisions"]) == 1
-            assert (await page("/debug/rules", admin))["rules"][0]["requests"] == sent
+            rules = await page("/debug/rules", admin)
+            assert (rules["rules"][0]["requests"], rules["default_requests"]) == (sent - 1, 1)
             metrics = await page("/metrics", admin)
             counts = re.findall(r'^warmroute_router_requests_total{.*worker="(\d)".*} (\S+)', metrics, re.M)
             assert {worker for worker, _ in counts} == {"0", "1"}
@@ -301,7 +305,8 @@ async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -
         assert "worker=" not in await page("/metrics?worker=1")
         assert (await page("/debug/replicas?worker=1"))["worker"] == 1
         async with client.get(admins[0] + "/metrics?worker=7") as response:
-            assert response.status == 404
+            error = (await response.json())["error"]
+            assert (response.status, error["message"]) == (404, "worker '7' does not answer")
 
 
 async def test_pages_on_the_port_that_workers_share_show_all_of_them_whoever_is_asked(

@@ -37,11 +37,21 @@ def test_the_first_rule_that_fits_counts_and_all_it_says_must_fit() -> None:
     assert picked(rules, "coder-7b", X_APP="agent", X_Tenant_Id="acme") == "agents:session"
     assert picked(rules, X_Tenant_Id="acme") == "rule[1]:prefix-hash"
     assert picked(rules, None, "/v1/completions") == "text:random"
-    assert [(rule["name"], rule["requests"]) for rule in rules.shown()] == [
+    assert [(rule["name"], rule["requests"]) for rule in rules.shown()["rules"]] == [
         ("agents", 2),
         ("rule[1]", 1),
         ("text", 1),
     ]
+    assert (rules.shown()["default"], rules.shown()["default_requests"]) == ("cache-aware", 2)
+
+
+def test_a_request_that_names_its_policy_is_counted_for_no_rule_and_not_for_the_default() -> None:
+    rules = Rules([Rule(policy="random", model="r")], POLICIES["cache-aware"], allow_override=True)
+    for model in ("r", "m"):
+        assert picked(rules, model, x_warmroute_policy="session") == "None:session"
+    assert picked(rules, "m", x_warmroute_replica="a") == "None:cache-aware"
+    shown = rules.shown()
+    assert (shown["rules"][0]["requests"], shown["default_requests"]) == (0, 1)
 
 
 def test_a_rule_has_its_own_parameters() -> None:
@@ -127,7 +137,9 @@ async def test_a_rule_is_said_in_headers_decisions_metrics_and_debug(
     assert await router.metric("rule_requests_total", rule="sessions") == 3
     shown = await router.get("/debug/rules")
     assert (shown["default"], shown["rules"][0]["requests"]) == ("least-loaded", 3)
+    assert shown["default_requests"] == 0
     other = await router.complete()
+    assert (await router.get("/debug/rules"))["default_requests"] == 1
     assert (other.headers["x-warmroute-policy"], "x-warmroute-rule" in other.headers) == (
         "least-loaded",
         False,
