@@ -118,7 +118,7 @@ def test_the_kubernetes_manifest_lets_in_whom_it_should_and_may_do_what_it_must(
     assert pod["spec"]["serviceAccountName"] == manifest["RoleBinding"]["subjects"][0]["name"] == account
     assert manifest["RoleBinding"]["roleRef"]["name"] == manifest["Role"]["metadata"]["name"]
     assert manifest["Role"]["rules"] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
     ]
     assert manifest["Deployment"]["spec"]["selector"]["matchLabels"] == labels
     assert manifest["Service"]["spec"]["selector"] == labels
