@@ -34,6 +34,11 @@ class Source(Protocol):
     changed: Callable[[], None]
     """Called when it is worth looking before the next turn."""
 
+    @property
+    def trouble(self) -> str | None:
+        """What to tell of, though the replicas could be read."""
+        ...
+
     async def read(self) -> tuple[ReplicaSpec, ...]:
         """The replicas now. Raises SettingsError for what makes no sense, OSError for what cannot be had."""
         ...
@@ -47,6 +52,8 @@ class FileSource:
     """A file with a replica in each line, or with ``replica = [...]`` if it is named ``*.toml``. Empty lines,
     and those that begin with ``#``, say nothing.
     """
+
+    trouble = None
 
     def __init__(self, path: Path) -> None:
         self.name = f"--replicas-file {path}"
@@ -94,6 +101,8 @@ class DNSSource:
     ``line`` is as for a single replica, with the name as the URL's host; where ``events`` and ``replay`` have
     that host, they get the address too.
     """
+
+    trouble = None
 
     def __init__(self, line: str, resolve: Resolve) -> None:
         self._spec = parse_replica(line)
@@ -216,10 +225,15 @@ class Discovery:
             kept = len(self._found.get(source.name, ()))
             why = error if isinstance(error, SettingsError) or error.strerror is None else error.strerror
             stays = f"; its {kept} replicas stay as they are" if kept else ""
-            errors[source.name] = f"{source.name}: {why}{stays}"
-            self._throttled.warning(source.name, "%s", errors[source.name])
+            self._note(source, f"{why}{stays}", errors)
             return
         into[source.name] = found
+        if source.trouble is not None:
+            self._note(source, source.trouble, errors)
+
+    def _note(self, source: Source, why: str, errors: dict[str, str]) -> None:
+        errors[source.name] = f"{source.name}: {why}"
+        self._throttled.warning(source.name, "%s", errors[source.name])
 
     def _tell(self, static: Sequence[ReplicaSpec], found: Mapping[str, Found]) -> None:
         specs = [*static, *(spec for specs in found.values() for spec in specs)]

@@ -119,6 +119,7 @@ class FakeSource:
         self.lines = lines
         self.error: Exception | None = None
         self.changed: Callable[[], None] = lambda: None
+        self.trouble: str | None = None
         self.closed = False
 
     async def read(self) -> tuple[ReplicaSpec, ...]:
@@ -173,6 +174,19 @@ async def test_op02_a_source_that_fails_counts_as_it_was(error: Exception) -> No
     source.error, source.lines = None, ("b=http://h:1",)
     await rig.discovery.look()
     assert (rig.updates[-1], rig.discovery.errors) == (["b"], {})
+    await rig.discovery.close()
+
+
+async def test_what_a_source_has_to_tell_is_told_and_its_replicas_count() -> None:
+    rig = Rig()
+    source = FakeSource("s", "a=http://h:1")
+    await rig.discovery.follow([], [source])
+    source.trouble, source.lines = "slow", ("b=http://h:1",)
+    await rig.discovery.look()
+    assert (rig.updates[-1], rig.discovery.errors) == (["b"], {"s": "s: slow"})
+    source.trouble = None
+    await rig.discovery.look()
+    assert rig.discovery.errors == {}
     await rig.discovery.close()
 
 

@@ -1,10 +1,13 @@
-"""Pods as replicas, over the real client and a real socket; the API server is made up."""
+"""Pods as replicas, over the real client and a real socket; the API server is made up, and answers as a real
+one (1.20.2) was seen to.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from aiohttp import web
 
 from router import kubernetes
 from router.discovery import Discovery
+from router.errors import SettingsError
 from router.kubernetes import KubernetesSource
 from router.replicas import ReplicaSpec
 
@@ -33,8 +37,10 @@ class ApiServer:
     def __init__(self) -> None:
         self.pods: dict[str, dict[str, Any]] = {}
         self.queries: list[dict[str, str]] = []
-        self.watchers: list[asyncio.Queue[dict[str, Any] | None]] = []
-        self.status = 200
+        self.watchers: list[asyncio.Queue[dict[str, Any] | bytes | None]] = []
+        self.refused: dict[str, web.Response] = {}
+        self.silent = False
+        self.token = "Bearer first"
 
     async def start(self) -> None:
         app = web.Application()
@@ -47,18 +53,33 @@ class ApiServer:
     async def stop(self) -> None:
         await self._runner.cleanup()
 
+    def refuse(self, code: int, why: str, *verbs: str) -> None:
+        """Lists, watches or both are refused from now on."""
+        status = {"kind": "Status", "status": "Failure", "message": why, "code": code}
+        self.refused = {verb: web.json_response(status, status=code) for verb in verbs}
+
     async def _pods(self, request: web.Request) -> web.StreamResponse:
         self.queries.append(dict(request.query))
-        if self.status != 200:
-            return web.json_response({"kind": "Status", "code": self.status}, status=self.status)
-        if request.query.get("watch") not in ("true", "True"):
+        verb = "watch" if request.query.get("watch") in ("true", "True") else "list"
+        if request.headers["Authorization"] != self.token:
+            self.refuse(401, "Unauthorized", "list", "watch")
+        if self.silent:
+            await asyncio.Event().wait()
+        if (refused := self.refused.get(verb)) is not None:
+            return web.Response(body=refused.body, status=refused.status, content_type=refused.content_type)
+        if verb == "list":
             items = list(self.pods.values())
             return web.json_response({"metadata": {"resourceVersion": "7"}, "items": items})
         response = web.StreamResponse()
         await response.prepare(request)
-        events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        events: asyncio.Queue[dict[str, Any] | bytes | None] = asyncio.Queue()
         self.watchers.append(events)
         while (event := await events.get()) is not None:
+            if isinstance(event, bytes):
+                await response.write(event)
+                assert request.transport is not None
+                request.transport.close()
+                break
             await response.write(json.dumps(event).encode() + b"\n")
         return response
 
@@ -69,10 +90,22 @@ class ApiServer:
         if said is None:
             self.watchers.clear()
 
+    def crash(self) -> None:
+        """Breaks all watches, within an event."""
+        for events in self.watchers:
+            events.put_nowait(b'{"type":"ADD')
+        self.watchers.clear()
+
+    @property
+    def lists(self) -> int:
+        """How often pods were listed."""
+        return sum("watch" not in query for query in self.queries)
+
 
 @pytest.fixture
-async def server() -> AsyncIterator[ApiServer]:
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
     server = ApiServer()
+    monkeypatch.setattr(kubernetes, "RETRY_S", 0.02)
     await server.start()
     yield server
     server.say("", None)
@@ -84,10 +117,13 @@ class Followed:
 
     def __init__(self, server: ApiServer) -> None:
         async def opened() -> Any:
-            return client.ApiClient(client.Configuration(host=server.url))
+            configuration = client.Configuration(host=server.url)
+            configuration.api_key = {"BearerToken": self.token}
+            return client.ApiClient(configuration)
 
         line = "v=http://pod:8000,events=tcp://pod:5557,replay=tcp://*:5558"
         self.source = KubernetesSource(line, "app=vllm", "gpu", opened)
+        self.token = server.token
         self.specs: list[ReplicaSpec] = []
         self.discovery = Discovery(self._update, 60.0)
 
@@ -141,29 +177,139 @@ async def test_pods_are_listed_anew_when_a_watch_ends(
     await until(lambda: followed.names() == ["v-z"], "they are listed anew")
 
 
-@pytest.mark.parametrize("status", [403, 410, 500])
-async def test_op02_an_api_that_fails_leaves_the_replicas_as_they_are(
-    server: ApiServer, followed: Followed, until: Any, monkeypatch: pytest.MonkeyPatch, status: int
+FORBIDDEN = 'pods is forbidden: User "system:serviceaccount:gpu:w" cannot {} resource "pods" in API group ""'
+
+
+@pytest.mark.parametrize(("code", "why"), [(403, FORBIDDEN.format("list")), (410, "too old"), (500, "etcd")])
+async def test_op02_an_api_that_refuses_leaves_the_replicas_as_they_are_and_says_why(
+    server: ApiServer, followed: Followed, until: Any, code: int, why: str
 ) -> None:
-    monkeypatch.setattr(kubernetes, "RETRY_S", 0.02)
     await until(lambda: bool(server.watchers), "the pods are watched")
-    server.status = status
+    server.refuse(code, why, "list")
     server.say("", None)
     await until(lambda: bool(followed.discovery.errors), "it is told")
-    assert f"ApiException {status}" in str(followed.discovery.errors)
+    assert f"{code}: {why}; its 2 replicas stay as they are" in str(followed.discovery.errors.values())
     assert followed.names() == ["v-a", "v-b"]
-    server.status, server.pods = 200, {"z": pod("z", "10.0.0.7")}
+    server.refused, server.pods = {}, {"z": pod("z", "10.0.0.7")}
     await until(lambda: followed.names() == ["v-z"], "it goes on")
     assert followed.discovery.errors == {}
 
 
-async def test_an_event_that_is_an_error_is_no_pod(
+async def test_without_the_right_to_watch_pods_are_listed_again_and_again_and_it_is_told(
+    server: ApiServer, followed: Followed, until: Any
+) -> None:
+    await until(lambda: bool(server.watchers), "the pods are watched")
+    server.refuse(403, FORBIDDEN.format("watch"), "watch")
+    server.pods = {"z": pod("z", "10.0.0.7")}
+    server.say("", None)
+    await until(lambda: followed.names() == ["v-z"], "they are listed anew")
+    server.pods = {"y": pod("y", "10.0.0.8")}
+    await until(lambda: followed.names() == ["v-y"], "and once more")
+    await until(lambda: "cannot watch" in str(followed.discovery.errors), "it is told")
+    server.refused = {}
+    await until(lambda: bool(server.watchers), "the pods are watched again")
+    await until(lambda: followed.source.trouble is None, "all is well again")
+
+
+async def test_a_list_that_is_too_old_to_go_on_from_is_no_trouble(
+    server: ApiServer, followed: Followed, until: Any
+) -> None:
+    await until(lambda: bool(server.watchers), "the pods are watched")
+    server.pods = {"z": pod("z", "10.0.0.7")}
+    server.say("ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"})
+    await until(lambda: followed.names() == ["v-z"], "they are listed anew")
+    assert (followed.source.trouble, followed.discovery.errors) == (None, {})
+
+
+async def test_a_watch_that_breaks_is_no_trouble_while_another_api_server_answers(
+    server: ApiServer, followed: Followed, until: Any
+) -> None:
+    told: list[str] = []
+    await until(lambda: bool(server.watchers), "the pods are watched")
+    heed = followed.source.changed
+    followed.source.changed = lambda: (told.append(str(followed.source._error)), heed())[1]
+    server.pods = {"z": pod("z", "10.0.0.7")}
+    server.crash()
+    await until(lambda: followed.names() == ["v-z"], "they are listed anew")
+    assert set(told) == {"None"}
+
+
+async def test_a_watch_that_has_gone_silent_ends(
     server: ApiServer, followed: Followed, until: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kubernetes, "RETRY_S", 0.02)
+    """As when something between us drops the connection and says nothing; the server would have ended it."""
     await until(lambda: bool(server.watchers), "the pods are watched")
-    asked = len(server.queries)
-    server.say("ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"})
-    await until(lambda: len(server.queries) >= asked + 2, "the pods are listed anew")
-    await until(lambda: followed.discovery.errors == {}, "all is well again")
+    monkeypatch.setattr(kubernetes, "WATCH_S", 0.1)
+    monkeypatch.setattr(kubernetes, "ANSWER_S", 0.1)
+    server.say("", None)
+    await until(lambda: bool(server.watchers), "the pods are watched, for a shorter time")
+    server.pods = {"z": pod("z", "10.0.0.7")}
+    await until(lambda: followed.names() == ["v-z"], "they are listed anew")
+
+
+async def test_an_api_that_does_not_answer_is_told_of(
+    server: ApiServer, followed: Followed, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: bool(server.watchers), "the pods are watched")
+    monkeypatch.setattr(kubernetes, "ANSWER_S", 0.1)
+    server.silent = True
+    server.say("", None)
+    await until(lambda: "no answer within 0.1 s" in str(followed.discovery.errors), "it is told")
     assert followed.names() == ["v-a", "v-b"]
+    server.silent = False
+    await until(lambda: followed.discovery.errors == {}, "all is well again")
+
+
+async def test_a_watch_that_ends_at_once_is_followed_by_a_pause(
+    server: ApiServer, followed: Followed, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: bool(server.watchers), "the pods are watched")
+    monkeypatch.setattr(kubernetes, "RETRY_S", 60.0)
+    server.say("", None)
+    await asyncio.sleep(0.1)
+    assert server.lists == 1
+
+
+async def test_a_refused_token_is_read_anew(server: ApiServer, followed: Followed, until: Any) -> None:
+    await until(lambda: bool(server.watchers), "the pods are watched")
+    server.token = "Bearer second"
+    server.say("", None)
+    await until(lambda: "401: Unauthorized" in str(followed.discovery.errors), "it is refused")
+    server.refused, followed.token = {}, "Bearer second"
+    await until(lambda: followed.discovery.errors == {}, "the new one is taken")
+
+
+async def test_events_that_move_no_pod_tell_nobody(server: ApiServer, followed: Followed, until: Any) -> None:
+    await until(lambda: bool(server.watchers), "the pods are watched")
+    told: list[None] = []
+    followed.source.changed = lambda: told.append(None)
+    for _ in range(5):
+        server.say("MODIFIED", pod("a", "10.0.0.0"))
+        server.say("BOOKMARK", {"metadata": {"resourceVersion": "8"}})
+        server.say("MODIFIED", pod("c", None, phase="Pending"))
+        server.say("DELETED", pod("c", None, phase="Pending"))
+    server.say("ADDED", pod("d", "10.0.0.3"))
+    await until(lambda: bool(told), "a new pod is told of")
+    assert len(told) == 1
+
+
+async def test_a_selector_that_matches_nothing_is_told_of(server: ApiServer, until: Any) -> None:
+    followed = Followed(server)
+    await followed.discovery.follow([], [followed.source])
+    said = "--kubernetes v: no running pod of namespace gpu matches app=vllm"
+    assert followed.discovery.errors == {"--kubernetes v": said}
+    await until(lambda: bool(server.watchers), "the pods are watched")
+    server.say("ADDED", pod("a", "10.0.0.1"))
+    await until(lambda: followed.names() == ["v-a"], "the first one has come")
+    await until(lambda: followed.discovery.errors == {}, "all is well")
+    await followed.discovery.close()
+
+
+async def test_without_account_and_kubeconfig_it_is_said_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    nowhere = str(tmp_path / "none")
+    monkeypatch.setattr("kubernetes_asyncio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", nowhere)
+    with pytest.raises(SettingsError, match=r"no service account \(.+\), and no kubeconfig \(.+\); in a pod"):
+        await kubernetes.open_api()
