@@ -180,7 +180,9 @@ def _fleet(
 
 
 def _load(worker: Worker | None) -> Load:
-    return Load() if worker is None else Load(shares=BoardShares(worker.loads()))
+    if worker is None:
+        return Load()
+    return Load(shares=BoardShares(worker.loads()), latency=worker.speeds())
 
 
 def _hints(worker: Worker | None) -> Hints:

@@ -49,6 +49,14 @@ class Speed(msgspec.Struct, frozen=True):
         return self.overhead_s + self.s_per_token * tokens
 
 
+class Learned(msgspec.Struct, frozen=True):
+    """What is known of a stream: its ``speed``, by so many observations, the last of them made ``at``."""
+
+    speed: Speed
+    observations: int
+    at: float
+
+
 class Latency:
     """What is known of each stream's speed. A stream that little is known of is as fast as the middle of all.
 
@@ -58,52 +66,58 @@ class Latency:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seen: dict[StreamId, deque[tuple[int, float]]] = {}
-        self._seen_at: dict[StreamId, float] = {}
-        self._speeds: dict[StreamId, Speed] = {}
+        self._learned: dict[StreamId, Learned] = {}
         self._typical = Speed()
         self._unlike: dict[StreamId, Speed] = {}
 
     def of(self, stream: StreamId) -> Speed:
         """The speed of one stream; the typical one where it is like that, or not known well enough."""
         own = self._unlike.get(stream)
-        if own is None or self._clock() - self._seen_at[stream] > FRESH_S:
+        if own is None or self._clock() - self._learned[stream].at > FRESH_S:
             return self._typical
         return own
 
     def each(self, streams: Sequence[StreamId]) -> list[Speed]:
         """The speed of each of the streams, as :meth:`of` gives it."""
-        return [self.of(stream) for stream in streams] if self._unlike else [self._typical] * len(streams)
+        if not self._unlike:
+            return [self._typical] * len(streams)
+        # Not that of a subclass, which would look again for each.
+        return [Latency.of(self, stream) for stream in streams]
 
     def observe(self, stream: StreamId, tokens: int, seconds: float) -> None:
         """A first token came ``seconds`` after its request was sent, with ``tokens`` to compute before it."""
-        if tokens < FEWEST_TOKENS or not LEAST_S <= seconds < float("inf"):
+        if not says_something(tokens, seconds):
             return
         seen = self._seen.setdefault(stream, deque(maxlen=WINDOW))
         seen.append((tokens, seconds))
-        self._seen_at[stream] = self._clock()
-        self._speeds[stream] = _line(seen, self._typical.overhead_s)
+        speed = line(seen, self._typical.overhead_s)
+        self._learned[stream] = Learned(speed, len(seen), self._clock())
         self._compare()
 
     def forget(self, stream: StreamId) -> None:
         """The stream's engine is another process now, or gone."""
         self._seen.pop(stream, None)
-        self._seen_at.pop(stream, None)
-        if self._speeds.pop(stream, None) is not None and self._speeds:
+        if self._learned.pop(stream, None) is not None and self._learned:
             self._compare()
         self._unlike.pop(stream, None)
 
     def _compare(self) -> None:
         """Finds the typical speed, and whose is known well enough and not like it."""
-        typical = self._typical = _middle(self._speeds.values())
+        typical = self._typical = _middle([learned.speed for learned in self._learned.values()])
         self._unlike = {
-            stream: own
-            for stream, own in self._speeds.items()
-            if not 1 / ALIKE <= own.s_per_token / typical.s_per_token <= ALIKE
-            and len(self._seen[stream]) >= TRUSTED_FROM
+            stream: own.speed
+            for stream, own in self._learned.items()
+            if not 1 / ALIKE <= own.speed.s_per_token / typical.s_per_token <= ALIKE
+            and own.observations >= TRUSTED_FROM
         }
 
 
-def _line(seen: Iterable[tuple[int, float]], overhead_s: float) -> Speed:
+def says_something(tokens: int, seconds: float) -> bool:
+    """Whether a time to a first token tells of the speed of prefill."""
+    return tokens >= FEWEST_TOKENS and LEAST_S <= seconds < float("inf")
+
+
+def line(seen: Iterable[tuple[int, float]], overhead_s: float) -> Speed:
     """A robust line: its slope by the median of all, each weighed by its tokens, as what disturbs a small one
     says nothing of the speed; its overhead by the lower quartile of the third with the fewest tokens, as what
     disturbs only adds.
@@ -132,6 +146,5 @@ def _slope(seen: Sequence[tuple[int, float]], overhead_s: float) -> float:
     raise AssertionError("no observations")
 
 
-def _middle(speeds: Iterable[Speed]) -> Speed:
-    known = list(speeds)
+def _middle(known: Sequence[Speed]) -> Speed:
     return Speed(median(s.overhead_s for s in known), median(s.s_per_token for s in known))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -21,8 +21,10 @@ log = logging.getLogger(__name__)
 
 WORD = 8
 _WORD = struct.Struct("@Q")
-NAMES, USED, COUNT = range(3)
-"""The head: another number each time that a name comes or goes, places ever used, records there are."""
+NAMES, USED, COUNT, CHANGES = range(4)
+"""The head: another number each time that a name comes or goes, places ever used, records there are, another
+number each time that anything changes.
+"""
 
 
 class Ledger:
@@ -39,7 +41,7 @@ class Ledger:
         self.records = records
         self.mutex = Mutex()
         self._fields = struct.Struct("@" + shape)
-        self._names_at = 3 * WORD
+        self._names_at = 4 * WORD
         self._fields_at = self._names_at + records * WORD
         # Pages that nobody writes to take no memory.
         self._memory = mmap.mmap(-1, self._fields_at + records * self._fields.size)
@@ -50,6 +52,10 @@ class Ledger:
     def __len__(self) -> int:
         return self._head(COUNT)
 
+    def version(self) -> int:
+        """Another one each time that a record has changed."""
+        return self._head(CHANGES)
+
     def get(self, name: bytes) -> tuple[Any, ...] | None:
         """The fields of a record; None where there is none."""
         at = self._look().get(_key(name))
@@ -57,14 +63,15 @@ class Ledger:
 
     def each(self) -> list[tuple[Any, ...]]:
         """The fields of all records."""
-        return [self._fields.unpack_from(self._memory, self._offset(at)) for at in self._look().values()]
+        unpack, memory = self._fields.unpack_from, self._memory
+        return [unpack(memory, self._offset(at)) for at in self._look().values()]
 
     def put(self, name: bytes, *fields: float) -> None:
         """Writes a record. One for which there is no room is left out."""
         key = _key(name)
         at = self._look().get(key)
         if at is not None:
-            self._fields.pack_into(self._memory, self._offset(at), *fields)
+            self._write(at, fields)
             return
         at = self._free_place()
         if at is None:
@@ -72,7 +79,7 @@ class Ledger:
                 "full", "the ledger of the workers is full (%d names): one is left out", self.records
             )
             return
-        self._fields.pack_into(self._memory, self._offset(at), *fields)
+        self._write(at, fields)
         self._name(at, key, 1)
 
     def drop(self, name: bytes) -> None:
@@ -85,7 +92,11 @@ class Ledger:
         """Makes each record what ``how`` gives for it."""
         for at in self._look().values():
             fields = self._fields.unpack_from(self._memory, self._offset(at))
-            self._fields.pack_into(self._memory, self._offset(at), *how(fields))
+            self._write(at, how(fields))
+
+    def _write(self, at: int, fields: Sequence[float]) -> None:
+        self._fields.pack_into(self._memory, self._offset(at), *fields)
+        self._set_head(CHANGES, self._head(CHANGES) + 1)
 
     def _look(self) -> dict[int, int]:
         """The place of each name."""
@@ -109,7 +120,8 @@ class Ledger:
     def _name(self, at: int, key: int, more: int) -> None:
         _WORD.pack_into(self._memory, self._names_at + at * WORD, key)
         self._set_head(COUNT, self._head(COUNT) + more)
-        self._set_head(NAMES, self._head(NAMES) + 1)
+        for count in (NAMES, CHANGES):
+            self._set_head(count, self._head(count) + 1)
 
     def _offset(self, at: int) -> int:
         return self._fields_at + at * self._fields.size

@@ -99,7 +99,8 @@ class Load:
     time that is predicted for the tokens booked there then.
 
     Where a router has several worker processes, each has a book, and ``shares`` is how they read each
-    other's: what the others have booked counts as what was booked here.
+    other's: what the others have booked counts as what was booked here. ``latency`` is what they all have
+    learned of speeds then.
 
     What an engine reports beyond our own requests is other routers' (or direct clients'). Between two
     reports our own dispatches count at once, and so does what others are likely to have sent after the same
@@ -107,8 +108,13 @@ class Load:
     engines' metrics do not chase one minimum. ``clock`` is in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, shares: Shares | None = None) -> None:
-        self.latency = Latency(clock)
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        shares: Shares | None = None,
+        latency: Latency | None = None,
+    ) -> None:
+        self.latency = Latency(clock) if latency is None else latency
         self.pace = Pace()
         self._clock = clock
         self._books: dict[StreamId, _Book] = {}

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from events.address import host_and_port
-from router import doors, queue_board, retries, shares, standings
+from router import doors, queue_board, retries, shares, speeds, standings
 from router.bells import Bells
 from router.board import Row, Table
 from router.errors import ListenError
@@ -26,6 +26,7 @@ from router.hint_board import HintBoard, SharedHints
 from router.ledger import Ledger
 from router.queue_board import SharedQueue
 from router.settings import RouterSettings
+from router.speeds import SharedLatency
 from router.standings import SharedStandings
 
 log = logging.getLogger(__name__)
@@ -39,8 +40,9 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 class Board:
     """What ``workers`` processes share: their loads by stream, what API keys have used, of ``keys`` and of
-    some more that may come later, the ports of their pages, what they have just sent where, how replicas
-    have done lately, how much is tried again, and who waits for room, with a bell for each worker.
+    some more that may come later, the ports of their pages, what they have just sent where, how much they try
+    again, who waits for room, with a bell for each worker, how fast streams are, and how replicas have done
+    lately.
     """
 
     def __init__(self, workers: int, keys: int) -> None:
@@ -51,6 +53,7 @@ class Board:
         self.retries = Table(workers, 1, retries.SHAPE)
         self.queues = Table(workers, queue_board.MOST_LINES, queue_board.SHAPE)
         self.bells = Bells(workers)
+        self.speeds = Ledger(shares.MOST_STREAMS, speeds.SHAPE)
         self.standings = Ledger(standings.MOST_REPLICAS, standings.SHAPE)
 
     def clear(self, worker: int) -> None:
@@ -87,6 +90,10 @@ class Worker:
     def loads(self) -> Row:
         """Its row of the board."""
         return self._board.loads.row(self.number)
+
+    def speeds(self) -> SharedLatency:
+        """What all workers know of how fast streams are."""
+        return SharedLatency(self._board.speeds)
 
     def hints(self) -> SharedHints:
         """Its hints, with those of the others."""

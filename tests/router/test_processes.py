@@ -21,7 +21,9 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from router.errors import ListenError
-from router.processes import reserved
+from router.processes import Board, Worker, reserved
+from router.standings import Record
+from router.waitlist import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = {"model": "m", "prompt": [1]}
@@ -439,6 +441,22 @@ async def test_rq11_what_a_worker_had_in_flight_goes_with_it(tmp_path: Path, kit
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells children of their parent's death")
+def test_what_one_worker_has_learned_all_know_and_it_stays_when_the_worker_is_gone() -> None:
+    board, stream = Board(2, 1), ("a", 0)
+    one, two = (Worker(number, 0, board) for number in range(2))
+    one.speeds().observe(stream, 5000, 5.0)
+    one.standings().put("a", Record(failures=2, ejected=True, trying=one.standings().worker))
+    one.retries().put(b"", 3, 1)
+    one.queue().tell("m", [Place(0, 1.0, 0, 1), Place(0, 2.0, 0, 2)])
+    assert two.retries().others(b"") == [(3, 1)]
+    assert (two.queue().waiting(), two.queue().last()) == (2, Place(0, 2.0, 0, 2))
+    board.clear(0)
+    assert two.speeds().of(stream).s_per_token == pytest.approx(1e-3, rel=0.1)
+    assert two.standings().get("a") == Record(failures=2, ejected=True)
+    assert two.retries().others(b"") == []
+    assert (two.queue().waiting(), two.queue().last()) == (0, None)
+
+
 async def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path: Path, kit: Any) -> None:
     def alive() -> list[str]:
         return [path.name for path in tmp_path.iterdir() if Path(f"/proc/{path.name}").exists()]

@@ -1,0 +1,101 @@
+"""How fast streams are, learned by all worker processes of one router together.
+
+The last observations of a stream stand in a record that all workers write to, with the line that whoever
+wrote last drew through them. So four workers learn as fast as one does, and one that is started again knows
+what was known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from router.latency import WINDOW, Latency, Learned, Speed, line, says_something
+from router.ledger import Ledger
+from router.replicas import StreamId
+
+SHAPE = "ddqd" + "qd" * WINDOW
+"""On the workers' ledger, of each stream: its line, how many observations there are and when the last one was
+made, and the observations, the latest first: tokens and seconds.
+"""
+LOOK_S = 0.1
+"""A line is drawn through many observations: nobody needs the last one at once."""
+
+
+class SharedLatency(Latency):
+    """What all workers know. ``clock`` is in seconds, and one that all have in common."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._ledger = ledger
+        self._names: dict[StreamId, bytes] = {}
+        self._version = -1
+        self._looked_at = float("-inf")
+
+    def of(self, stream: StreamId) -> Speed:
+        self._look((stream,))
+        return super().of(stream)
+
+    def each(self, streams: Sequence[StreamId]) -> list[Speed]:
+        self._look(streams)
+        return super().each(streams)
+
+    def observe(self, stream: StreamId, tokens: int, seconds: float) -> None:
+        if not says_something(tokens, seconds):
+            return
+        name = self._name(stream)
+        with self._ledger.mutex:
+            record = self._ledger.get(name)
+            seen = [(tokens, seconds), *([] if record is None else _observations(record))][:WINDOW]
+            speed = line(seen, self._typical.overhead_s)
+            padded = [*seen, *[(0, 0.0)] * (WINDOW - len(seen))]
+            self._ledger.put(
+                name,
+                speed.overhead_s,
+                speed.s_per_token,
+                len(seen),
+                self._clock(),
+                *(number for observation in padded for number in observation),
+            )
+
+    def forget(self, stream: StreamId) -> None:
+        with self._ledger.mutex:
+            self._ledger.drop(self._name(stream))
+        self._names.pop(stream, None)
+        super().forget(stream)
+
+    def _look(self, streams: Sequence[StreamId]) -> None:
+        """Reads what is known, where it has changed, ten times a second at most; and for streams that are new
+        here.
+        """
+        version, more = self._ledger.version(), len(streams) > len(self._names)
+        if version == self._version and not more:
+            return
+        now = self._clock()
+        if now - self._looked_at < LOOK_S and not more:
+            return
+        self._version, self._looked_at = version, now
+        for stream in streams:
+            self._name(stream)
+        records = ((stream, self._ledger.get(name)) for stream, name in self._names.items())
+        self._learned = {stream: _learned(record) for stream, record in records if record is not None}
+        self._unlike = {}
+        if self._learned:
+            self._compare()
+
+    def _name(self, stream: StreamId) -> bytes:
+        name = self._names.get(stream)
+        if name is None:
+            name = self._names[stream] = f"{stream[0]}\0{stream[1]}".encode("utf-8", "surrogatepass")
+        return name
+
+
+def _learned(record: tuple[Any, ...]) -> Learned:
+    overhead_s, s_per_token, observations, at = record[:4]
+    return Learned(Speed(overhead_s, s_per_token), observations, at)
+
+
+def _observations(record: tuple[Any, ...]) -> list[tuple[int, float]]:
+    each = record[4 : 4 + 2 * record[2]]
+    return list(zip(each[::2], each[1::2], strict=True))
