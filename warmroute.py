@@ -15,16 +15,13 @@ import signal
 import tomllib
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import click
 import msgspec
 from click.core import ParameterSource
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from events.schema import EventError
 from indexer.errors import IndexerError
@@ -248,6 +245,21 @@ def _quiet() -> None:
     root.setLevel(max(root.level, logging.WARNING))
 
 
+def _console(**options: Any) -> Any:
+    """For commands that print. A service never does, and goes without the 2 MB that ``rich`` takes."""
+    from rich.console import Console  # noqa: PLC0415
+
+    return Console(**options)
+
+
+def _status(text: str) -> AbstractContextManager[Any]:
+    """Says on the terminal what takes its time."""
+    from rich.text import Text  # noqa: PLC0415
+
+    status: AbstractContextManager[Any] = _console(stderr=True).status(Text(text))
+    return status
+
+
 def _warn_of_misspelt_variables() -> None:
     """Other names with our prefix are none of our business: Kubernetes makes such for its services."""
     known = {f"{PREFIX}CONFIG", f"{PREFIX}LOG_LEVEL"}
@@ -327,7 +339,7 @@ def check(folder: Path, as_json: bool) -> None:
     from indexer.check import check_folder  # noqa: PLC0415
 
     try:
-        with Console(stderr=True).status(Text(f"checking {folder}")):
+        with _status(f"checking {folder}"):
             report = check_folder(folder)
     except IndexerError as error:
         raise StartError(str(error)) from error
@@ -360,7 +372,7 @@ def compact(folder: Path) -> None:
     from indexer.compact import compact as compact_map  # noqa: PLC0415
 
     try:
-        with Console(stderr=True).status(Text(f"compacting {folder}")):
+        with _status(f"compacting {folder}"):
             done = compact_map(folder)
     except IndexerError as error:
         raise StartError(str(error)) from error
@@ -533,7 +545,7 @@ async def _examine(
     if indexer is not None:
         checked_url("--indexer", indexer)
     of_folder, kept_by = check_map(folder) if folder is not None else (None, None)
-    with Console(stderr=True).status(Text(f"looking, and listening for {wait_s:g} s")):
+    with _status(f"looking, and listening for {wait_s:g} s"):
         connector = aiohttp.TCPConnector(resolver=NameResolver())
         async with aiohttp.ClientSession(connector=connector) as session:
             looks = examine(specs, indexer or kept_by, session, wait_s=wait_s, curve=curve)
@@ -541,6 +553,10 @@ async def _examine(
 
 
 def _print_findings(findings: list[Any]) -> None:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
     table = Table("", "of", "check", "found, and what to do", box=box.SIMPLE_HEAD, pad_edge=False)
     marks = {"ok": Text("ok", "green"), "warning": Text("warning", "yellow"), "bad": Text("bad", "bold red")}
     for finding in findings:
@@ -548,7 +564,7 @@ def _print_findings(findings: list[Any]) -> None:
         if finding.fix and finding.level != "ok":
             told.append(f"\n-> {finding.fix}", "bold")
         table.add_row(marks[finding.level], Text(finding.of), Text(finding.check), told)
-    Console().print(table)
+    _console().print(table)
 
 
 @main.command()
@@ -609,13 +625,16 @@ def verify(recordings: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _print_verdicts(verdicts: list[Any]) -> None:
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
     title = "Predicted against reported cached tokens, request by request"
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("recording", "replica"):
         table.add_column(name, no_wrap=True)
     for name in ("checked", "hits", "exact", "over", "under", "restarted"):
         table.add_column(name, justify="right")
-    console = Console(markup=False)
+    console = _console(markup=False)
     for verdict in verdicts:
         for replica, tally in verdict.replicas.items():
             counts = (tally.checked, tally.hits, tally.exact, tally.over, tally.under, tally.restarted)
@@ -649,7 +668,7 @@ def reuse(recordings: tuple[Path, ...], as_json: bool, top: int) -> None:
     try:
         measured = []
         for path in recordings:
-            with Console(stderr=True).status(Text(f"reading {path}")):
+            with _status(f"reading {path}"):
                 measured.append(measure(path))
     except OSError as error:
         raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -664,7 +683,11 @@ def reuse(recordings: tuple[Path, ...], as_json: bool, top: int) -> None:
 
 
 def _print_reuse(found: Any, top: int) -> None:
-    console = Console(markup=False, highlight=False)
+    from rich import box  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    console = _console(markup=False, highlight=False)
     console.print(f"{found.file}: {found.requests:,} requests, {found.prompt:,} prompt tokens")
     if found.guessed:
         console.print(f"  tokens of {found.guessed:,} are guessed, four characters each: none were recorded")
@@ -775,7 +798,7 @@ def replay(
     from simulator.fleet import Shape  # noqa: PLC0415
     from simulator.replay import load_trace  # noqa: PLC0415
 
-    terminal = Console(stderr=True)
+    terminal = _console(stderr=True)
     try:
         requests = load_trace(trace, seed, spread_out=spread, per_s=per_s)
         results = compare(
@@ -786,7 +809,7 @@ def replay(
     if as_json:
         click.echo(msgspec.json.encode(results))
     else:
-        console = Console(markup=False, highlight=False)
+        console = _console(markup=False, highlight=False)
         console.print(table_of(results, f"{trace}, {shape['replicas']} replicas"))
         for sentence in verdict(results):
             console.print(sentence)
@@ -797,6 +820,8 @@ def replay(
 @click.pass_context
 def config(context: click.Context, as_json: bool) -> None:
     """Prints the settings in effect, and where each comes from."""
+    from rich.table import Table  # noqa: PLC0415
+
     rows = []
     for name, section in SECTIONS.items():
         command = main.commands[name]
@@ -820,7 +845,7 @@ def config(context: click.Context, as_json: bool) -> None:
             "\n".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
         )
         table.add_row(row["setting"], shown, row["source"])
-    Console(markup=False).print(table)
+    _console(markup=False).print(table)
 
 
 def run() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+MAX_MESSAGE_BYTES = 32 << 20
+"""How long a batch may be, unless the settings say otherwise."""
+
 
 class Connected(msgspec.Struct, frozen=True, gc=False):
     """The live socket has a peer (again)."""

@@ -23,7 +23,15 @@ from events.curve import Curve, refusal
 from events.inbox import Inbox, StreamId
 from events.link import REFUSALS
 from events.logs import Throttled
-from events.signals import Connected, Disconnected, Frame, Replayed, ReplayEnded, Signal
+from events.signals import (
+    MAX_MESSAGE_BYTES,
+    Connected,
+    Disconnected,
+    Frame,
+    Replayed,
+    ReplayEnded,
+    Signal,
+)
 from events.sockets import LIVE_HIGH_WATER, LiveSocket, ReplaySocket, Sockets
 from events.source import Source
 
@@ -31,7 +39,6 @@ log = logging.getLogger(__name__)
 
 END_OF_REPLAY = b"\xff" * 8
 MAX_SEQUENCE = (1 << 63) - 1  # engines count from 0; more is a fault, and cannot be counted on from
-MAX_MESSAGE_BYTES = 32 << 20
 READS_PER_TURN = 256
 WAKE_MS = 500
 RESUME_MS = 20

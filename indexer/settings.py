@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
 
 from events.address import AddressError, host_and_port
-from events.curve import Curve, CurveError, read_curve
-from events.subscriber import MAX_MESSAGE_BYTES
+from events.signals import MAX_MESSAGE_BYTES
 from indexer.errors import SettingsError
 from indexer.layout import DEFAULT_MAP_SIZE, PARTIAL_TTL_S
+
+if TYPE_CHECKING:  # a router knows these settings too, and no ZeroMQ
+    from events.curve import Curve
 
 LEAST_SIZE = 1 << 20
 LEAST_BUDGET = 1 << 18
@@ -99,6 +101,8 @@ class IndexerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def curve(self) -> Curve | None:
         """The keys for events, read from their files. Raises SettingsError."""
+        from events.curve import CurveError, read_curve  # noqa: PLC0415
+
         try:
             return read_curve(self.curve_key, self.curve_server, self.curve_client)
         except CurveError as error:

@@ -6,7 +6,7 @@ alternatives known here are known to split alike in Python, and to have no match
 behind a small letter: between these, a text can be cut and its parts be split by themselves.
 
 That holds for characters whose class is the same to whatever knows Unicode, and that normalisation leaves as
-they are: the plain ones.
+they are: the plain ones, ASCII first of all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ SMALL_SLICE = 256
 """Characters that are given to the tokenizer for one that is not plain."""
 
 _PLAIN_RANGES = (
-    (0x20, 0x7E),
     (0xA0, 0x24F),  # Latin
     (0x386, 0x3CE),  # Greek
     (0x400, 0x45F),  # Cyrillic
@@ -38,7 +37,7 @@ _PLAIN_RANGES = (
 )
 _NOT_PLAIN = frozenset("\u017f")
 """In the long s a comparison without case sees an s."""
-_BLANKS = "\t\n\r \u00a0"
+_BLANKS = "\t\n\v\f\r \u00a0"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -112,7 +111,7 @@ class WordSplit:
     def slices(text: str) -> Iterator[tuple[str, bool]]:
         """A text in parts whose words are those of the whole, and whether each is plain."""
         for part in _cut(text, SLICE):
-            if part.isascii() and not _not_plain(part):
+            if part.isascii():
                 yield part, True
             else:
                 yield from _joined(_cut(part, SMALL_SLICE))
@@ -236,7 +235,7 @@ _ESCAPE, _NO_BLANK = re.compile(r"\\p\{(\w+)\}|\\[sS]"), r"\S"
 
 
 def _plain_chars() -> Iterator[str]:
-    yield from "\t\n\r"
+    yield from map(chr, range(0x80))
     for first, last in _PLAIN_RANGES:
         for char in map(chr, range(first, last + 1)):
             category = unicodedata.category(char)
@@ -267,7 +266,7 @@ def _classes(chars: Sequence[str]) -> dict[str, str]:
 
 
 _CATEGORIES = ("blank", "L", "Lu", "Ll", "Lt", "Lm", "Lo", "M", "N", "P", "S")
-_NO_CHAR = r"\x00"
+_NO_CHAR = r"\uffff"
 """For a class without characters: this one is never in plain text."""
 PLAIN = tuple(sorted(_plain_chars()))
 _CLASSES = _classes(PLAIN)

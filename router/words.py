@@ -13,7 +13,8 @@ from typing import Any
 
 from router.cuts import Cuts
 from router.encoding import encoded
-from router.word_split import WordSplit, word_split_of
+from router.heap import give_back
+from router.word_split import SLICE, WordSplit, word_split_of
 
 KEPT_WORDS = 8192
 """How many words are kept, and as many that were before: 200 bytes each."""
@@ -23,6 +24,8 @@ CHARS_PER_NEW = 24
 """In a text with a new word for so many characters, it is quicker to have the tokenizer split it."""
 LEARNED = 64
 """New words of such a part that are made ids of all the same, so that there are fewer in the next."""
+GIVE_BACK_CHARS = 1 << 20
+"""Some eight texts of 128 kB, of which each takes several times what it is long for a while."""
 BREATH_S = 20e-6
 """What others get of the interpreter after each part of a long text."""
 
@@ -39,15 +42,24 @@ class Words:
         self._tokens: dict[str, bytes] = {}
         self._young: dict[str, bytes] = {}
         self._old: dict[str, bytes] = {}
+        self._used_chars = 0
 
     def ids(self, text: str) -> array[int]:
         """The ids of a text, without what the tokenizer adds to it. Raises TypeError for half of a pair of
         surrogates.
         """
         ids = array("I")
-        for part in self._parts(text):
-            ids.frombytes(part)
-        return ids
+        ids.frombytes(b"".join(self._parts(text)))
+        if len(text) > SLICE:
+            self._give_back(len(text))
+        return ids[:]  # without the room that an array has which grew
+
+    def _give_back(self, chars: int) -> None:
+        """What a few long texts left behind is given back with one call, on the loop never."""
+        self._used_chars += chars
+        if self._used_chars > GIVE_BACK_CHARS:
+            self._used_chars = 0
+            give_back()
 
     def _parts(self, text: str) -> Iterator[bytes]:
         parted = self._cuts.parted(text)

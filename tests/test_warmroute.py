@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -273,3 +274,14 @@ def test_an_interrupted_command_does_not_look_like_one_that_found_something_wron
 
     monkeypatch.setattr("indexer.verify.verify", interrupted)
     assert run(["verify", "some.jsonl"], monkeypatch) == 130
+
+
+def test_a_router_is_imported_without_what_it_has_no_use_for() -> None:
+    """Each is a megabyte or more."""
+    program = (
+        "import sys, warmroute, router.service\n"
+        "unused = {'rich', 'zmq', 'tokenizers', 'jinja2', 'kubernetes_asyncio', 'huggingface_hub'}\n"
+        "unused |= {'opentelemetry.sdk', 'indexer.service', 'simulator.engine'}\n"
+        "assert not unused & sys.modules.keys(), unused & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(warmroute.__file__).parent)

@@ -13,9 +13,18 @@ import zmq
 
 from events.inbox import Inbox, StreamId
 from events.publisher import Publisher, PublisherError
-from events.signals import Connected, Disconnected, Frame, Overflowed, Replayed, ReplayEnded, Signal
+from events.signals import (
+    MAX_MESSAGE_BYTES,
+    Connected,
+    Disconnected,
+    Frame,
+    Overflowed,
+    Replayed,
+    ReplayEnded,
+    Signal,
+)
 from events.source import Source
-from events.subscriber import END_OF_REPLAY, MAX_MESSAGE_BYTES, Subscriber
+from events.subscriber import END_OF_REPLAY, Subscriber
 
 DEADLINE_S = 20.0
 DEADLINE_MS = int(DEADLINE_S * 1000)
