@@ -25,7 +25,14 @@ from router.marks import prompt_marks
 from router.metrics import RouterMetrics
 from router.policies import POLICIES, Policy
 from router.policies.keyed import Keyed
-from router.prompt import RequestBody, UnreadableBodyError, priority_of, read_body, read_other
+from router.prompt import (
+    RequestBody,
+    UnreadableBodyError,
+    priority_of,
+    read_body,
+    read_model,
+    read_other,
+)
 from router.replicas import Replica, StreamId
 from router.rules import Picked, Rules
 from router.serving import Serving
@@ -157,17 +164,15 @@ class Planner:
         path: str,
         headers: Mapping[str, str],
         readable: bool = True,
+        crowded: bool = False,
         rank: int | None = None,
     ) -> Plan:
-        """The plan for a chat or completion request. ``readable`` is False for a body in a content coding.
+        """The plan for a chat or completion request. ``readable`` is False for a body in a content coding,
+        ``crowded`` is one that would take too long to read.
 
         Raises RefusedError for bad JSON, as vLLM would, and for an override that names nothing.
         """
-        parsed, unread = RequestBody(), None if readable else fallback.UNREADABLE_BODY
-        try:
-            parsed = read_body(body, path) if readable else parsed
-        except UnreadableBodyError as error:
-            parsed, unread = RequestBody(model=error.model), fallback.UNREADABLE_BODY
+        parsed, unread = _read(body, path, readable=readable, crowded=crowded)
         if not self._fleet.knows(parsed.model):
             await self._fleet.refresh()
         if not parsed.model:
@@ -229,15 +234,25 @@ class Planner:
         )
 
     def other(
-        self, request_id: str, body: bytes, *, path: str, headers: Mapping[str, str], rank: int | None = None
+        self,
+        request_id: str,
+        body: bytes,
+        *,
+        path: str,
+        headers: Mapping[str, str],
+        readable: bool = True,
+        crowded: bool = False,
+        rank: int | None = None,
     ) -> Plan:
         """The plan for a request to any other path: by its policy as far as that goes without tokens, else by
         load. That is a fallback only where the policy was chosen for the request, by a rule or by itself.
 
         Raises RefusedError for an override that names nothing.
         """
-        readable = headers.get("Content-Encoding", "identity").lower() == "identity"
-        parsed = read_other(body if readable else b"", headers.get("Content-Type", ""))
+        if crowded:
+            parsed = read_model(body)
+        else:
+            parsed = read_other(body if readable else b"", headers.get("Content-Type", ""))
         parsed = msgspec.structs.replace(parsed, model=self._fleet.meant(parsed.model))
         picked = self._rules.pick(parsed.model, path, headers, list(self._fleet.replicas))
         policy, key = picked.policy, None
@@ -352,6 +367,18 @@ class Planner:
             said = f"{len(untrusted)} of {len(by_stream)} streams not trusted now"
             notes += (f"{said} ({', '.join(sorted(doubtful))})",)
         return _Matches(by_stream, notes=notes)
+
+
+def _read(body: bytes, path: str, *, readable: bool, crowded: bool) -> tuple[RequestBody, Fallback | None]:
+    """What a body says, and why that is not all."""
+    if not readable:
+        return RequestBody(), fallback.UNREADABLE_BODY
+    if crowded:
+        return read_model(body), fallback.TOO_MANY_VALUES
+    try:
+        return read_body(body, path), None
+    except UnreadableBodyError as error:
+        return RequestBody(model=error.model), fallback.UNREADABLE_BODY
 
 
 def _own(policy: Policy, model: str | None, key: bytes | None) -> bytes | None:

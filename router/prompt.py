@@ -154,6 +154,14 @@ class _ModelOnly(msgspec.Struct, frozen=True):
 _decode_model = msgspec.json.Decoder(_ModelOnly).decode
 
 
+def read_model(body: bytes) -> RequestBody:
+    """No more of a body than its model: all else is passed over."""
+    try:
+        return RequestBody(model=_decode_model(body).model)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return RequestBody()
+
+
 _MODEL_PART = re.compile(
     rb'\r\nContent-Disposition: *form-data; *name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n',
     re.IGNORECASE,

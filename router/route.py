@@ -14,6 +14,7 @@ from opentelemetry.trace import Span
 
 from events.logs import Throttled
 from router.body import BodyPace, read_body, trailers_of
+from router.census import LONG_BYTES, holds_too_much
 from router.decider import Decider
 from router.decision_log import DecisionLog
 from router.errors import (
@@ -180,14 +181,31 @@ class Route:
         journey.at_failing = now
 
     async def _plan(self, request: web.Request, body: bytes, request_id: str) -> Plan:
-        if request.method == "POST" and request.path in PROMPT_PATHS:
-            readable = request.headers.get("Content-Encoding", "identity").lower() == "identity"
-            rank = pinned_rank(request.headers)
-            return await self._planner.plan(
-                request_id, body, path=request.path, headers=request.headers, readable=readable, rank=rank
-            )
+        readable = request.headers.get("Content-Encoding", "identity").lower() == "identity"
         rank = pinned_rank(request.headers)
-        return self._planner.other(request_id, body, path=request.path, headers=request.headers, rank=rank)
+        is_prompt = request.method == "POST" and request.path in PROMPT_PATHS
+        is_json = is_prompt or "json" in request.headers.get("Content-Type", "").lower()
+        is_long = is_json and readable and len(body) > LONG_BYTES
+        crowded = is_long and await asyncio.to_thread(holds_too_much, body)
+        if is_prompt:
+            return await self._planner.plan(
+                request_id,
+                body,
+                path=request.path,
+                headers=request.headers,
+                readable=readable,
+                crowded=crowded,
+                rank=rank,
+            )
+        return self._planner.other(
+            request_id,
+            body,
+            path=request.path,
+            headers=request.headers,
+            readable=readable,
+            crowded=crowded,
+            rank=rank,
+        )
 
     async def _find_room(self, plan: Plan, journey: Journey, span: Span) -> Exchange:
         """The choice, when it is the request's turn."""
