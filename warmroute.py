@@ -580,7 +580,7 @@ def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
     """Records events and requests, for `warmroute verify`.
 
     A router that writes down: send requests to --listen, end with Ctrl-C. The file holds prompts, answers and
-    tokens as they are; only its owner may read it (mode 0600).
+    tokens as they are, whatever the policy; only its owner may read it (mode 0600).
     """
     from router.recorder import record as run_record  # noqa: PLC0415
 

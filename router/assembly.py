@@ -101,7 +101,14 @@ async def router_app(
         )
         rules = settings.rules()
         planner = Planner(
-            fleet, tokenizer, lookup, rules, metrics, router.trust, asks_usage=settings.ask_usage
+            fleet,
+            tokenizer,
+            lookup,
+            rules,
+            metrics,
+            router.trust,
+            asks_usage=settings.ask_usage,
+            for_record=recorder is not None,
         )
         chooser = Chooser(load, rng, time.monotonic, mark_tokens=MARK_TOKENS, hints=_hints(worker))
         _count_out(router, chooser)

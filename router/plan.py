@@ -112,7 +112,8 @@ class _Matches(msgspec.Struct, frozen=True):
 
 class Planner:
     """Makes plans. ``lookup`` is None where no index is configured. ``asks_usage``: streams are asked for
-    usage where the index has something to learn from it.
+    usage where the index has something to learn from it. ``for_record``: the tokens of each prompt are
+    written down, so they are had also where the policy does not go by them.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Planner:
         trust: Trust,
         *,
         asks_usage: bool,
+        for_record: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -134,6 +136,7 @@ class Planner:
         self._metrics = metrics
         self._trust = trust
         self._asks_usage = asks_usage
+        self._for_record = for_record
         self._clock = clock
         self._throttled = Throttled(log, clock)
         self._strangers: TTLCache[str, None] = TTLCache(MAX_STRANGERS, STRANGER_FOR_S, timer=clock)
@@ -208,7 +211,8 @@ class Planner:
         serving: Serving,
     ) -> Plan:
         """The plan, with what the policy wants to know of the prompt."""
-        if policy.key is None and not self._wants_tokens(policy) and is_plain_chat(parsed):
+        wanted = self._wants_tokens(policy)
+        if policy.key is None and not wanted and not self._for_record and is_plain_chat(parsed):
             return plan
         tokens = await self._tokens(policy, parsed, serving.replicas)
         matches = await self._matches(policy, parsed, tokens, serving)
@@ -216,6 +220,9 @@ class Planner:
         if policy.key is not None:
             found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=tokens.ids))
             key, no_key = _own(policy, parsed.model, found), fallback.NO_KEY if found is None else None
+        if self._for_record and not wanted:
+            # What is written down is no matter of the choice: the key is made, and nothing falls back.
+            tokens = msgspec.structs.replace(await self._asked(parsed, serving.replicas), why_not=None)
         comparable = tokens.whole and tokens.prompts == 1 and parsed.samples_once and parsed.reads_cache
         learns = comparable and matches.asked is not None and self._asks_usage
         return msgspec.structs.replace(
@@ -287,6 +294,10 @@ class Planner:
         if not self._wants_tokens(policy):
             found = await read_tokens(body) or Tokens(None)
             return msgspec.structs.replace(found, why_not=None)
+        return await self._asked(body, replicas)
+
+    async def _asked(self, body: RequestBody, replicas: Sequence[Replica]) -> Tokens:
+        """The tokens, from whoever has them."""
         begun = self._clock()
         try:
             tokens = await self._tokenizer.tokens(body, replicas)

@@ -45,8 +45,8 @@ def read_recorded(path: Path) -> list[Traced]:
         raise TraceError(f"cannot read the trace {path}: {error.strerror}") from error
     if not trace:
         raise TraceError(
-            f"{path} holds no request with known tokens; policies that need none ask for none: "
-            "record with --policy cache-aware"
+            f"{path} holds no request with known tokens: its engines did not answer /tokenize; "
+            "record with --tokenizer MODEL=FOLDER"
         )
     begun = min(request.at_s for request in trace.values())
     requests = (replace(request, at_s=request.at_s - begun) for request in trace.values())

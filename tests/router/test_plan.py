@@ -303,20 +303,23 @@ async def test_prediction_and_report_are_compared(start_engine: Any, start_route
     assert await router.metric("token_count_mismatch_total", replica="e0") == 1
 
 
+class Recorder:
+    """Keeps what it is told, and fails at it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_send(self, sent: Any) -> None:
+        self.seen.append(sent)
+
+    def on_done(self, done: Any) -> None:
+        self.seen.append(done)
+        raise RuntimeError("a recorder's fault costs no request")
+
+
 async def test_a_recorder_sees_each_request_and_its_outcome_without_keys(
     start_engine: Any, start_router: Any
 ) -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
-        def on_send(self, sent: Any) -> None:
-            self.seen.append(sent)
-
-        def on_done(self, done: Any) -> None:
-            self.seen.append(done)
-            raise RuntimeError("a recorder's fault costs no request")
-
     recorder = Recorder()
     router = await start_router(await start_engine(), recorder=recorder)
     headers = {"Authorization": "Bearer key", "X-Session-ID": "s"}
@@ -338,6 +341,47 @@ async def test_a_recorder_sees_each_request_and_its_outcome_without_keys(
         True,
         "ok",
     )
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "random", "session", "prefix-hash"])
+async def test_a_recorder_has_the_tokens_also_where_the_policy_takes_none(
+    start_engine: Any, start_router: Any, policy: str
+) -> None:
+    recorder, engine = Recorder(), await start_engine()
+    router = await start_router(engine, recorder=recorder, policy=policy)
+    async with router.client.post(
+        f"{router.url}{CHAT_PATH}", json=CHAT, headers={"x-session-id": "s"}
+    ) as response:
+        assert (response.status, "fallback" in response.headers["x-warmroute-reason"]) == (200, False)
+    sent, _ = recorder.seen
+    assert sent.tokens.tolist() == list(json.dumps(CHAT["messages"]).encode())
+    plain = await start_router(engine, policy=policy)
+    async with plain.client.post(f"{plain.url}{CHAT_PATH}", json=CHAT) as response:
+        assert response.status == 200
+    assert engine.tokenized == 1, "nobody else asks for them"
+
+
+async def test_tokens_for_a_recorder_are_no_matter_of_the_choice(
+    start_engine: Any, start_router: Any
+) -> None:
+    """``prefix-hash`` goes by a text where its tokens are not known."""
+    recorder, engines = Recorder(), [await start_engine() for _ in range(4)]
+    recording = await start_router(*engines, policy="prefix-hash", recorder=recorder)
+    plain = await start_router(*engines, policy="prefix-hash")
+    prompts = [f"prompt {number}" for number in range(6)]
+    chosen = [
+        [(await router.complete(prompt)).headers["x-warmroute-replica"] for prompt in prompts]
+        for router in (recording, plain)
+    ]
+    assert chosen[0] == chosen[1]
+    assert recorder.seen[0].tokens.tolist() == list(b"prompt 0")
+    for engine in engines:
+        engine.tokenize = None
+    assert "fallback" not in (await recording.complete("hello")).headers["x-warmroute-reason"]
+    assert recorder.seen[-2].tokens is None
 
 
 async def test_ix11_what_a_path_does_not_know_is_no_prompt(

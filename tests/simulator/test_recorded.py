@@ -44,7 +44,7 @@ def test_a_recording_is_replayed_by_the_command(tmp_path: Path) -> None:
 
 
 def test_a_recording_without_tokens_says_how_to_make_one_with_them(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="record with --policy cache-aware"):
+    with pytest.raises(TraceError, match="record with --tokenizer MODEL=FOLDER"):
         load_trace(str(recorded(tmp_path / "r", None)))
     broken = tmp_path / "broken"
     broken.write_text('{"k":"nothing"}\n')
