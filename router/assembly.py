@@ -122,7 +122,12 @@ async def router_app(
             router,
             planner,
             Decider(
-                fleet, chooser, rules.default, POLICIES["least-loaded"], max_inflight=settings.max_inflight
+                fleet,
+                chooser,
+                rules.default,
+                POLICIES["least-loaded"],
+                max_inflight=settings.max_inflight,
+                seats=None if worker is None else worker.seats(lambda: fleet.streams),
             ),
             upstream,
             tracing,

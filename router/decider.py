@@ -15,7 +15,7 @@ from router.load import FullError, Reservation
 from router.plan import Plan
 from router.policies import Policy
 from router.replicas import StreamId
-from router.seats import Seats
+from router.seats import SeatKeeper, Seats
 
 MOST_RETRY_AFTER_S = 30
 SEE = "/debug/replicas at --admin-listen says why"
@@ -33,6 +33,7 @@ class Decider:
         by_load: Policy,
         *,
         max_inflight: int | None = None,
+        seats: SeatKeeper | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._fleet = fleet
@@ -42,7 +43,7 @@ class Decider:
         self._max_inflight = max_inflight
         self._wall_clock = wall_clock
         self._turns: Counter[str | None] = Counter()
-        self.seats = Seats()
+        self.seats: SeatKeeper = Seats() if seats is None else seats
 
     def decide(
         self, plan: Plan, failed: Collection[str] = (), attempt: int = 1

@@ -109,7 +109,11 @@ class Fleet:
         for replica in made.values():
             self._renew(replica)
             if replica.name in before:
+                self.outliers.came_back(replica.name)
                 self.renewed(replica.name)
+            else:
+                # One that is new here may be known to other workers: this one was started again.
+                self.outliers.came(replica.name)
         self.replicas = {name: made.get(name) or before[name] for name in wanted}
         self._version = (-1, 0)
         for name, replica in before.items():
@@ -143,7 +147,6 @@ class Fleet:
     def _renew(self, replica: Replica) -> None:
         self._end(replica.name)
         log.info("replica %s is new: %s", replica.name, replica.url)
-        self.outliers.came_back(replica.name)
         self._begin(replica)
 
     def _begin(self, replica: Replica) -> None:

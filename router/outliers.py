@@ -204,9 +204,13 @@ class Outliers:
             record, ejections=ejections + 1, ejected=True, failures=0, until=now + seconds, trying=NOBODY
         )
 
-    def came_back(self, name: str) -> None:
-        """The replica is new, or healthy after it was not: another process, which is let in gently."""
+    def came(self, name: str) -> None:
+        """The replica is new here: it is let in gently."""
         self._came_at[name] = self._clock()
+
+    def came_back(self, name: str) -> None:
+        """The replica is healthy after it was not, or another one: what it has done before says nothing."""
+        self.came(name)
         with self._records.alone():
             record = self._records.get(name)
             if record is not None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
@@ -25,6 +25,8 @@ from router.errors import ListenError
 from router.hint_board import HintBoard, SharedHints
 from router.ledger import Ledger
 from router.queue_board import SharedQueue
+from router.replicas import StreamId
+from router.seat_board import SeatBoard, SharedSeats
 from router.settings import RouterSettings
 from router.speeds import SharedLatency
 from router.standings import SharedStandings
@@ -39,10 +41,9 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Board:
-    """What ``workers`` processes share: their loads by stream, what API keys have used, of ``keys`` and of
-    some more that may come later, the ports of their pages, what they have just sent where, how much they try
-    again, who waits for room, with a bell for each worker, how fast streams are, and how replicas have done
-    lately.
+    """What ``workers`` processes share: of each worker what it has in flight, waiting and tried again, by
+    whom, and what it has just sent where; of all of them what was learned of replicas and sessions. There is
+    room for ``keys`` API keys, and some more that may come later.
     """
 
     def __init__(self, workers: int, keys: int) -> None:
@@ -53,6 +54,7 @@ class Board:
         self.retries = Table(workers, 1, retries.SHAPE)
         self.queues = Table(workers, queue_board.MOST_LINES, queue_board.SHAPE)
         self.bells = Bells(workers)
+        self.seats = SeatBoard()
         self.speeds = Ledger(shares.MOST_STREAMS, speeds.SHAPE)
         self.standings = Ledger(standings.MOST_REPLICAS, standings.SHAPE)
 
@@ -90,6 +92,10 @@ class Worker:
     def loads(self) -> Row:
         """Its row of the board."""
         return self._board.loads.row(self.number)
+
+    def seats(self, streams: Callable[[], Set[StreamId]]) -> SharedSeats:
+        """Where all workers have sent each session last."""
+        return SharedSeats(self._board.seats, streams)
 
     def speeds(self) -> SharedLatency:
         """What all workers know of how fast streams are."""

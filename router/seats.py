@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from cachetools import TTLCache
 
@@ -11,6 +12,14 @@ from router.replicas import StreamId
 
 MAX_SEATS = 100_000
 SEAT_FOR_S = 3600.0
+
+
+class SeatKeeper(Protocol):
+    """Who knows where keys were sent last."""
+
+    def of(self, key: bytes) -> StreamId | None: ...
+
+    def take(self, key: bytes, stream: StreamId) -> None: ...
 
 
 class Seats:

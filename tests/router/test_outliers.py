@@ -258,6 +258,17 @@ def test_of_processes_that_would_try_a_replica_at_the_same_instant_one_does() ->
     assert sum(won for (won,) in claimed.each()) == 500
 
 
+def test_a_worker_that_is_started_again_takes_no_ejection_back_by_finding_the_replicas() -> None:
+    rig = Rig()
+    (one, two, _), _ = workers_of(rig)
+    for _ in range(3):
+        one.failed("a")
+    two.came("a")
+    assert two.standing("a") is Standing.EJECTED
+    two.came_back("a")
+    assert [one.standing("a"), two.standing("a")] == [Standing.IN, Standing.SLOW_START]
+
+
 how_it_ends = st.sampled_from(("failed", "succeeded", "let_go"))
 happens = st.one_of(
     st.tuples(st.integers(0, WORKERS - 1), st.sampled_from(NAMES), how_it_ends),

@@ -447,11 +447,13 @@ def test_what_one_worker_has_learned_all_know_and_it_stays_when_the_worker_is_go
     one.speeds().observe(stream, 5000, 5.0)
     one.standings().put("a", Record(failures=2, ejected=True, trying=one.standings().worker))
     one.retries().put(b"", 3, 1)
+    one.seats(lambda: {stream}).take(b"session", stream)
     one.queue().tell("m", [Place(0, 1.0, 0, 1), Place(0, 2.0, 0, 2)])
     assert two.retries().others(b"") == [(3, 1)]
     assert (two.queue().waiting(), two.queue().last()) == (2, Place(0, 2.0, 0, 2))
     board.clear(0)
     assert two.speeds().of(stream).s_per_token == pytest.approx(1e-3, rel=0.1)
+    assert two.seats(lambda: {stream}).of(b"session") == stream
     assert two.standings().get("a") == Record(failures=2, ejected=True)
     assert two.retries().others(b"") == []
     assert (two.queue().waiting(), two.queue().last()) == (0, None)
