@@ -9,7 +9,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from tests.router.whole_path import IndexerProcess, engines, until_live
@@ -17,29 +16,32 @@ from tests.router.whole_path import IndexerProcess, engines, until_live
 SYSTEM = "You are a helpful assistant that knows everything about caches and answers at length. " * 6
 
 
-async def turn(client: aiohttp.ClientSession, url: str, messages: list[Any]) -> tuple[Any, Any]:
+@pytest.fixture(params=["map", "http"])
+def index(request: pytest.FixtureRequest, indexer: IndexerProcess, tmp_path: Path) -> dict[str, str]:
+    """The settings with which a router reads the index: the map itself, or the indexer's answers."""
+    return {"map": str(tmp_path / "map")} if request.param == "map" else {"indexer": indexer.url}
+
+
+async def turn(router: Any, messages: list[Any]) -> tuple[Any, Any]:
     body = {"model": "model", "messages": messages, "max_tokens": 8}
-    async with client.post(f"{url}/v1/chat/completions", json=body) as response:
+    async with router.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
         assert response.status == 200
         return response.headers, await response.json()
 
 
-@pytest.mark.parametrize("way", ["map", "http"])
 async def test_a_conversation_stays_where_it_is_warm_and_every_prediction_is_exact(
-    indexer: IndexerProcess, tmp_path: Path, kit: Any, way: str
+    index: dict[str, str], kit: Any
 ) -> None:
-    index = {"map": str(tmp_path / "map")} if way == "map" else {"indexer": indexer.url}
     async with (
         engines(2) as fleet,
         kit.running_router(*(f"v{n}={engine.url}" for n, engine in enumerate(fleet)), **index) as router,
-        aiohttp.ClientSession() as client,
     ):
-        await until_live(client, router, kit.wait_until)
+        await until_live(router, kit.wait_until)
         replicas, hits = set(), 0
         messages: list[Any] = [{"role": "system", "content": SYSTEM}]
         for number in range(5):
             messages.append({"role": "user", "content": f"question {number}?"})
-            headers, answer = await turn(client, router.url, messages)
+            headers, answer = await turn(router, messages)
             usage = answer["usage"]
             assert int(headers["x-warmroute-prompt-tokens"]) == usage["prompt_tokens"]
             assert (
@@ -61,9 +63,8 @@ async def test_the_indexer_learns_from_streams_whose_clients_never_see_usage(
     async with (
         engines(1) as fleet,
         kit.running_router(f"v0={fleet[0].url}", map=str(tmp_path / "map")) as router,
-        aiohttp.ClientSession() as client,
     ):
-        await until_live(client, router, kit.wait_until)
+        await until_live(router, kit.wait_until)
 
         def counted(name: str, **labels: str) -> float:
             value = router.parts.metrics.registry.get_sample_value(f"warmroute_router_{name}", labels)
@@ -74,7 +75,7 @@ async def test_the_indexer_learns_from_streams_whose_clients_never_see_usage(
         for number in range(4):
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{number}?"}]
             body = {"model": "model", "messages": messages, "max_tokens": 4, "stream": True}
-            async with client.post(f"{router.url}/v1/chat/completions", json=body) as response:
+            async with router.client.post(f"{router.url}/v1/chat/completions", json=body) as response:
                 content = await response.read()
             assert content.endswith(b"data: [DONE]\n\n")
             assert b'"usage"' not in content
@@ -92,15 +93,14 @@ async def test_ranks_of_one_replica_are_matched_and_pinned(
     async with (
         engines(1, ranks=2, events=_free_pair(), replay=_free_pair()) as fleet,
         kit.running_router(f"v0={fleet[0].url}", map=str(tmp_path / "map")) as router,
-        aiohttp.ClientSession() as client,
     ):
         await kit.wait_until(
             lambda: router.parts.fleet.replicas["v0"].ranks == (0, 1), "both ranks are known"
         )
-        await until_live(client, router, kit.wait_until)
+        await until_live(router, kit.wait_until)
         chosen = set()
         for _ in range(4):
-            headers, answer = await turn(client, router.url, [{"role": "user", "content": SYSTEM}])
+            headers, answer = await turn(router, [{"role": "user", "content": SYSTEM}])
             assert (
                 int(headers["x-warmroute-matched-tokens"])
                 == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -123,34 +123,31 @@ def _free_pair() -> str:
             return f"tcp://*:{port}"
 
 
-@pytest.mark.parametrize("way", ["map", "http"])
 async def test_a_dead_indexer_costs_no_request_and_its_return_brings_the_hits_back(
-    indexer: IndexerProcess, tmp_path: Path, kit: Any, way: str
+    indexer: IndexerProcess, index: dict[str, str], kit: Any
 ) -> None:
     address = indexer.url.removeprefix("http://")
-    index = {"map": str(tmp_path / "map")} if way == "map" else {"indexer": indexer.url}
     async with (
         engines(2) as fleet,
         kit.running_router(*(f"v{n}={engine.url}" for n, engine in enumerate(fleet)), **index) as router,
-        aiohttp.ClientSession() as client,
     ):
-        await until_live(client, router, kit.wait_until)
+        await until_live(router, kit.wait_until)
         messages = [{"role": "user", "content": SYSTEM}]
-        first, _ = await turn(client, router.url, messages)
+        first, _ = await turn(router, messages)
         await asyncio.sleep(0.1)
         await indexer.kill()
-        headers, _ = await turn(client, router.url, messages)
-        if way == "http":
+        headers, _ = await turn(router, messages)
+        if "indexer" in index:
             assert headers["x-warmroute-reason"].startswith("fallback: the indexer cannot be reached")
         else:
             # The map outlives its writer, and is believed for a while.
             assert headers["x-warmroute-replica"] == first["x-warmroute-replica"]
         await indexer.start(address)
-        await until_live(client, router, kit.wait_until)
+        await until_live(router, kit.wait_until)
         # A stream counts again only once its continuity is proven, each at its own time.
         async with asyncio.timeout(10):
             while True:
-                headers, answer = await turn(client, router.url, messages)
+                headers, answer = await turn(router, messages)
                 cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
                 if int(headers["x-warmroute-matched-tokens"]) == cached > 400:
                     break

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
@@ -250,8 +249,7 @@ async def test_ev28_another_image_behind_the_same_text_finds_the_text_and_nothin
         await asyncio.sleep(0.1)  # Events reach the map some milliseconds after the answer.
         return headers, fleet[int(headers["x-warmroute-replica"][1:])].cached
 
-    async with aiohttp.ClientSession() as client:
-        await live(client, router, kit.wait_until, fleet)
+    await live(router, kit.wait_until, fleet)
     question = [words("what is it? " * 10), picture("cat"), words(STORY)]
     first, _ = await ask(*question)
     _, images = fleet[0]._vision.tokens(
@@ -346,7 +344,7 @@ async def test_prefix_hash_by_tokens_knows_the_beginning_of_a_chat_with_an_image
         assert await replica(text * 20, words("what?")) == await replica(text * 20, picture("cat"))
 
 
-async def live(client: aiohttp.ClientSession, router: Any, wait_until: Any, fleet: list[Engine]) -> None:
+async def live(router: Any, wait_until: Any, fleet: list[Engine]) -> None:
     """Waits until the tokenizer is loaded and the index follows all engines; these tell of nothing so far."""
     for _ in range(1000):
         if "unverifiable" in str(await router.get("/debug/tokenizers")):
@@ -359,6 +357,6 @@ async def live(client: aiohttp.ClientSession, router: Any, wait_until: Any, flee
 
     for engine in fleet:
         engine.server.answer = nothing
-    await until_live(client, router, wait_until)
+    await until_live(router, wait_until)
     for engine, answer in zip(fleet, answers, strict=True):
         engine.server.answer = answer

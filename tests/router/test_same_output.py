@@ -96,7 +96,7 @@ async def compare_policy(
     names = [f"v{number}={url}" for number, url in enumerate(urls)]
     async with kit.running_router(*names, policy=policy, map=str(index)) as router:
         if POLICIES[policy].uses_matches:
-            await until_live(client, router, kit.wait_until)
+            await until_live(router, kit.wait_until)
         cached = 0
         for (path, fields), texts in zip(requests(), own, strict=True):
             text, hit = await answer(client, router.url, path, fields)

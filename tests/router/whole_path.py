@@ -8,8 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from simulator.engine import Engine
 from simulator.settings import EngineSettings
 from tests.router.command import started
@@ -46,7 +44,7 @@ async def engines(count: int, **settings: Any) -> AsyncIterator[list[Engine]]:
         ]
 
 
-async def until_live(client: aiohttp.ClientSession, router: Any, wait_until: Callable[..., Any]) -> None:
+async def until_live(router: Any, wait_until: Callable[..., Any]) -> None:
     """Waits until all replicas are registered and the index holds every stream for live."""
 
     def registered() -> bool:
@@ -56,7 +54,7 @@ async def until_live(client: aiohttp.ClientSession, router: Any, wait_until: Cal
     states: list[str | None] = []
     for _ in range(500):
         body = {"prompt": [1, 2], "max_tokens": 1}
-        async with client.post(f"{router.url}/v1/completions", json=body) as response:
+        async with router.client.post(f"{router.url}/v1/completions", json=body) as response:
             assert response.status == 200
         ranked = (await router.get("/debug/decisions?limit=1"))["decisions"][0]["ranked"]
         states = [item["candidate"]["state"] for item in ranked]
