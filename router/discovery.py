@@ -31,6 +31,7 @@ class Source(Protocol):
     """A place that says which replicas there are."""
 
     name: str
+    """Another one for another place: what was found in one is not taken for what is in the other."""
     changed: Callable[[], None]
     """Called when it is worth looking before the next turn."""
 
@@ -107,7 +108,7 @@ class DNSSource:
     def __init__(self, line: str, resolve: Resolve) -> None:
         self._spec = parse_replica(line)
         self._resolve = resolve
-        self.name = f"--dns {self._spec.name}"
+        self.name = f"--dns {self._spec.name} ({self._spec.host})"
         self.changed: Callable[[], None] = lambda: None
 
     async def read(self) -> tuple[ReplicaSpec, ...]:
@@ -159,8 +160,8 @@ class Discovery:
         """Goes by these replicas and sources from now on; returns when each source was read once.
 
         Raises SettingsError, and goes on as before, for replicas that cannot be used, and when others were
-        followed until now and a new source cannot be read: its replicas may be all that there are. At the
-        start there is nothing to lose.
+        followed until now and a new source cannot be read: its replicas may be all that there are; or when no
+        replica would be left. At the start there is nothing to lose.
         """
         new, found, errors = tuple(sources), dict[str, Found](), dict[str, str]()
         for source in new:
@@ -173,6 +174,8 @@ class Discovery:
             if unread and self._follows:
                 raise SettingsError(errors[unread[0]])
             good = {name: specs for name, specs in known.items() if specs is not None}
+            if self._follows and self._known and not (static or any(good.values())):
+                raise SettingsError(f"no replica would be left: {'; '.join(errors.values())}")
             self._tell(static, good)
         except SettingsError:
             self.errors = said

@@ -72,7 +72,7 @@ class KubernetesSource:
         self._selector = selector
         self._namespace = namespace_of(namespace)
         self._opened = opened or open_api
-        self.name = f"--kubernetes {self._spec.name}"
+        self.name = f"--kubernetes {self._spec.name} ({selector} in {self._namespace})"
         self.changed: Callable[[], None] = lambda: None
         self._pods: dict[str, str] = {}
         self._error: str | None = None
@@ -104,7 +104,7 @@ class KubernetesSource:
         if self._unwatched is not None:
             return f"pods are listed every {RETRY_S:g} s, since they cannot be watched: {self._unwatched}"
         if not self._pods:
-            return f"no running pod of namespace {self._namespace} matches {self._selector}"
+            return "no running pod matches"
         return None
 
     async def close(self) -> None:

@@ -206,6 +206,32 @@ async def test_op02_new_sources_that_cannot_be_read_leave_the_old_ones_in_place(
     await rig.discovery.close()
 
 
+async def test_op02_new_sources_that_leave_no_replica_leave_the_old_ones_in_place() -> None:
+    """As with a label that no pod has."""
+    rig = Rig()
+    source, empty = FakeSource("s", "a=http://h:1"), FakeSource("t")
+    await rig.discovery.follow([], [source])
+    empty.trouble = "no running pod matches"
+    with pytest.raises(SettingsError, match="no replica would be left: t: no running pod matches"):
+        await rig.discovery.follow([], [empty])
+    assert (rig.updates, rig.discovery.errors) == ([["a"]], {})
+    assert (source.closed, empty.closed) == (False, True)
+    await rig.discovery.follow([], [source, empty])
+    source.lines = ()
+    await rig.discovery.look()
+    assert rig.updates == [["a"], []]  # It is what the sources say.
+    await rig.discovery.follow([], [empty])
+    await rig.discovery.close()
+
+
+def test_sources_that_look_elsewhere_are_other_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    places = [("app=vllm", "gpu"), ("app=vllm", "cpu"), ("app=other", "gpu")]
+    names = [KubernetesSource("v=http://pod:1", *place).name for place in places]
+    names += [DNSSource(f"v=http://{host}:1", addresses_of).name for host in ("one", "two")]
+    assert len(set(names)) == len(names)
+
+
 async def test_op02_replicas_that_the_fleet_refuses_leave_the_old_ones_in_place() -> None:
     updates: list[list[str]] = []
 

@@ -296,8 +296,8 @@ async def test_events_that_move_no_pod_tell_nobody(server: ApiServer, followed: 
 async def test_a_selector_that_matches_nothing_is_told_of(server: ApiServer, until: Any) -> None:
     followed = Followed(server)
     await followed.discovery.follow([], [followed.source])
-    said = "--kubernetes v: no running pod of namespace gpu matches app=vllm"
-    assert followed.discovery.errors == {"--kubernetes v": said}
+    name = "--kubernetes v (app=vllm in gpu)"
+    assert followed.discovery.errors == {name: f"{name}: no running pod matches"}
     await until(lambda: bool(server.watchers), "the pods are watched")
     server.say("ADDED", pod("a", "10.0.0.1"))
     await until(lambda: followed.names() == ["v-a"], "the first one has come")

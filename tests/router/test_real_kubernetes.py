@@ -172,7 +172,7 @@ async def followed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 
 
 async def test_op01_pods_come_move_and_go(cluster: Cluster, followed: Followed, until: Any) -> None:
-    assert "no running pod of namespace default matches app=vllm" in followed.said
+    assert "(app=vllm in default): no running pod matches" in followed.said
     cluster.run_pod("a", "10.0.0.1")
     cluster.run_pod("b", "10.0.0.2")
     await until(lambda: followed.found == {"v-a": "10.0.0.1", "v-b": "10.0.0.2"}, "both are there")
