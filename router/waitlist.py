@@ -162,7 +162,7 @@ class Waitlist:
             self.waited(self._clock() - began)
 
     async def _turn(self, line: Hashable, waiter: _Waiter, choose: Callable[[], _T]) -> _T:
-        while True:
+        while not waiter.displaced:
             if self._lines[line][0] is waiter:
                 self._tell(line)  # That it looks.
                 better = self._elsewhere.first(line)
@@ -177,8 +177,7 @@ class Waitlist:
             except TimeoutError:
                 pass
             waiter.woken.clear()
-            if waiter.displaced:
-                raise _full(self._limit)
+        raise _full(self._limit)
 
     def _join(self, line: Hashable, priority: int) -> _Waiter:
         """A place in the line. When all are taken, the least important of all gives way to a better one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from router.bells import Bells
 from router.board import Table
 from router.errors import SaturatedError
 from router.queue_board import ASLEEP_S, MOST_LINES, SHAPE, SharedQueue
-from router.waitlist import Waitlist
+from router.waitlist import Nowhere, Place, Waitlist
 from tests.router.forked import forked
 
 WORKERS = 3
@@ -168,6 +168,30 @@ async def test_nobody_waits_for_the_first_of_a_worker_that_is_gone_or_hangs() ->
         await settle()
         assert house.ended == [("second", "taken")]
         await house.close()
+
+
+async def test_one_that_is_the_last_of_too_many_by_the_time_that_it_has_joined_is_refused() -> None:
+    class Crowd(Nowhere):
+        """Better ones that come to another worker as soon as somebody waits here."""
+
+        crowd = 0
+
+        def tell(self, line: Hashable, places: Sequence[Place]) -> None:
+            self.crowd = 5
+
+        def waiting(self) -> int:
+            return self.crowd
+
+        def last(self) -> Place | None:
+            return Place(-1, 0.0, 1, 0) if self.crowd else None
+
+    def full() -> None:
+        raise SaturatedError("saturated", "no room")
+
+    waitlist = Waitlist(5, 30.0, Clock(), elsewhere=Crowd())
+    with pytest.raises(SaturatedError, match="5 requests wait for room already"):
+        await waitlist.take("m", 0, full)
+    assert len(waitlist) == 0
 
 
 async def test_without_a_queue_nothing_waits_and_nothing_is_told() -> None:
