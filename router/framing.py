@@ -114,8 +114,11 @@ class Chunked:
             data, self._held = self._held + data, b""
         if self._awaited is SIZE and (whole := _only_chunk(data)):
             return whole
-        pieces, at = [], 0
+        pieces: list[bytes] = []
+        at = 0
         while not self.over:
+            if self._awaited is SIZE:
+                at = _small_chunks(data, at, pieces)
             if self._left:
                 piece = data[at : at + self._left]
                 at += len(piece)
@@ -175,14 +178,32 @@ class StrictlyChunked(Chunked):
         return _number(line if extended is None else extended[1])
 
 
+_SIZES = {b"%x" % size: size for size in range(1, 1024)}
+"""The sizes that chunks of events and of texts have, as they are written nearly always."""
+
+
 def _only_chunk(data: bytes) -> bytes:
     """The data of a chunk that is all there is, as the pieces of a stream are; nothing where it is not so."""
     start = data.find(b"\r\n", 0, 12) + 2
     if start > 2 and data.endswith(b"\r\n"):
         line = data[: start - 2]
-        if line.isalnum() and _number(line) == len(data) - start - 2:
+        size = _SIZES.get(line) or (line.isalnum() and _number(line))
+        if size == len(data) - start - 2:
             return data[start:-2]
     return b""
+
+
+def _small_chunks(data: bytes, at: int, pieces: list[bytes]) -> int:
+    """Takes whole chunks from ``at`` on, one behind the other, and returns where that ends: somebody may send
+    a byte in each.
+    """
+    while (end := data.find(b"\r\n", at, at + 5)) > 0 and (size := _SIZES.get(data[at:end])) is not None:
+        stop = end + 2 + size
+        if data[stop : stop + 2] != b"\r\n":
+            break
+        pieces.append(data[end + 2 : stop])
+        at = stop + 2
+    return at
 
 
 def _number(digits: bytes) -> int:

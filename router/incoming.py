@@ -129,6 +129,9 @@ class RequestReader:
 
     def _read_head(self, data: bytes, received: list[Received]) -> bytes:
         """What of ``data`` is behind a head."""
+        if not self.in_head:
+            # Empty lines in front of a request are none of it (RFC 9112, section 2.2).
+            data = data.lstrip(b"\r\n")
         seen = self._last + data if self._last else data
         end = seen.find(b"\r\n\r\n") + 4 - len(self._last)
         is_whole = end + len(self._last) > 3
@@ -136,7 +139,7 @@ class RequestReader:
         try:
             messages, _, _ = self._heads.feed_data(head)
             if not messages:
-                self._go_on(seen, is_whole=is_whole)
+                self.in_head, self._last = bool(seen), seen[-3:]
                 return data
             message = messages[0][0]
             framing = _framing(message, self._limits)
@@ -152,11 +155,6 @@ class RequestReader:
             body, data = self._begin_body(framing, data)
         received.append((message, body))
         return data
-
-    def _go_on(self, seen: bytes, *, is_whole: bool) -> None:
-        """A head is not whole yet. Empty lines in front of it are none of it (RFC 9112, section 2.2)."""
-        self.in_head = self.in_head or bool(seen.strip(b"\r\n"))
-        self._last = b"" if is_whole else seen[-3:]
 
     def _begin_body(self, framing: Framing, data: bytes) -> tuple[BodyAtHand | ComingBody, bytes]:
         """The body, and what is behind what has come of it."""

@@ -22,7 +22,7 @@ from aiohttp.http_writer import StreamWriter
 
 from events.logs import Throttled
 from router.errors import RefusedError
-from router.headers import EXPECT, REQUEST_ID, UPGRADE, request_id_of
+from router.headers import EXPECT, REQUEST_ID, request_id_of
 from router.incoming import READ_AHEAD_BYTES, REQUESTS_AHEAD, Received, RequestLimits, RequestReader
 from router.pages import Pages
 from router.refusal import refusal
@@ -83,7 +83,7 @@ class _Request(web.Request):
         """
         message, connection = self._message, self._protocol
         assert isinstance(connection, _Connection)
-        if message.should_close or connection.is_closing() or UPGRADE in message.headers:
+        if message.should_close or message.upgrade or connection.is_closing():
             return False
         return EXPECT not in message.headers or self.content.is_eof()
 
@@ -195,6 +195,8 @@ class _Connection(web.RequestHandler):
                     await self._refuse(message)
                     break
                 if not await self._serve(message, body) or self._close:
+                    if self._reader.is_broken:
+                        await self._hear_out()
                     break
                 self._await_another()
         except ConnectionError:
@@ -244,12 +246,15 @@ class _Connection(web.RequestHandler):
         request = self._request(web_protocol.ERROR, EMPTY_PAYLOAD)
         await self.finish_response(request, self.handle_error(request, error.status, error.exc), None)
         self.close()
+        await self._hear_out()
+
+    async def _hear_out(self) -> None:
+        """An answer would not come to a client that still sends when its connection closes."""
         if self.transport is not None and self.transport.can_write_eof():
             # Of a client that has reset its connection, which will be told in the next step.
             with contextlib.suppress(OSError):
                 self.transport.write_eof()
-        # It ends sooner, with the connection. An answer would not come to a client that still sends when its
-        # connection closes.
+        # It ends sooner, with the connection.
         await asyncio.sleep(LAST_BYTES_S)
 
     def _request(self, message: RawRequestMessage, body: Any) -> web.Request:

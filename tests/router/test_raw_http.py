@@ -476,6 +476,31 @@ async def test_px10_nothing_is_answered_behind_a_request_that_is_the_last(
     assert engine.bodies == [b"{}"] * 4
 
 
+async def test_px10_a_client_that_still_sends_gets_to_read_that_its_body_is_none(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine())
+    for begun in (b"d;", b"0\r\nX: "):
+        got = await exchange(router, CHUNKED + begun + b"x" * 1_000_000, *[b"x" * 1_000_000] * 3, answers=9)
+        assert (got.statuses, got.closed) == ([400], True)
+
+
+async def test_px10_empty_lines_in_front_of_a_request_are_passed_over_however_many(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine())
+    got = await exchange(router, b"\r\n" * 8_000_000 + HEAD + b"Content-Length: 2\r\n\r\n{}")
+    assert got.statuses == [200]
+
+
+async def test_px10_a_tunnel_that_is_not_made_ends_its_connection(
+    start_engine: Any, start_router: Any
+) -> None:
+    router = await start_router(await start_engine())
+    got = await exchange(router, b"CONNECT evil:80 HTTP/1.1\r\nHost: evil:80\r\n\r\nhello", answers=9)
+    assert (got.statuses, got.closed) == ([404], True)
+
+
 async def test_px10_more_requests_than_are_read_ahead_are_answered_in_order(
     start_engine: Any, start_router: Any
 ) -> None:
