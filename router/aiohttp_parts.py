@@ -30,7 +30,7 @@ _REQUEST = ("_message", "_protocol", "_task", "_prepare_hook")
 
 _OTHERS = (
     *("_serialize_headers", "_ErrInfo", "_factory", "_buffer"),
-    *("_wrap_create_connection", "_should_close"),
+    *("_wrap_create_connection", "_should_close", "_payload"),
 )
 
 NAMES = frozenset({*_HANDLER, *_WRITER, *_ANSWER, *_REQUEST, *_OTHERS})

@@ -29,7 +29,7 @@ from router.errors import (
     UpstreamError,
     UpstreamTimeoutError,
 )
-from router.headers import TRANSFER_ENCODING
+from router.headers import CONTENT_LENGTH, TRANSFER_ENCODING
 from router.last_words import hear, over_tls
 
 READ_BUFFER_BYTES = 256 * 1024
@@ -44,6 +44,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """aiohttp's parser of answers lets them through in a header, and nothing that writes headers does."""
 NO_TRAILERS: CIMultiDictProxy[str] = CIMultiDictProxy(CIMultiDict())
 
+_NO_LENGTH = str((1 << 64) - 1)
+"""aiohttp takes an answer of this length for one without a body."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Asks the other host after so many seconds of silence, every so often, and gives up after so many times."""
 AddressInfo = tuple[int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[Any, ...]]
@@ -234,6 +236,10 @@ class _EngineHandler(ResponseHandler):
         transport, self.transport = self.transport, None
         if transport is not None and transport.get_extra_info("sslcontext") is None:
             hear(transport, exc, self.data_received)
+        payload = self._payload
+        if exc is not None and payload is not None and not payload.is_eof():
+            # aiohttp takes the end of a connection for that of a body without a length, a reset too.
+            payload.set_exception(aiohttp.ClientPayloadError(told(exc)))
         super().connection_lost(exc)
 
 
@@ -283,10 +289,20 @@ class AiohttpUpstream:
             raise DisconnectedError(told(error), stale=connection.reused and not _has_begun(error)) from error
         except aiohttp.ClientError as error:
             raise UpstreamError(f"an answer that is no HTTP: {told(error)}") from error
-        if CONTROL.search("".join(answer.headers.values())):
+        try:
+            _check_head(answer.headers)
+        except UpstreamError:
             answer.close()
-            raise UpstreamError("an answer that is no HTTP: a control character in a header")
+            raise
         return _AiohttpAnswer(answer)
+
+
+def _check_head(headers: CIMultiDictProxy[str]) -> None:
+    """Raises UpstreamError for what our own pool refuses, and aiohttp does not."""
+    if CONTROL.search("".join(headers.values())):
+        raise UpstreamError("an answer that is no HTTP: a control character in a header")
+    if headers.get(CONTENT_LENGTH) == _NO_LENGTH:
+        raise UpstreamError("an answer that is no HTTP: it is longer than can be")
 
 
 class _AiohttpAnswer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+import struct
 from typing import Any
 
 import pytest
@@ -379,6 +380,34 @@ async def test_px07_an_engines_host_that_goes_without_a_word_is_noticed_in_half_
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
         assert idle + every * times <= 30
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 18446744073709551615\r\n", b""])
+async def test_px07_an_answer_whose_connection_is_reset_is_never_taken_for_whole(
+    start_router: Any, length: bytes
+) -> None:
+    """Neither one that can have no end, nor one whose end is that of its connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while not (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
+                writer.write(OK + b'Content-Length: 21\r\n\r\n{"data":[{"id":"m"}]}')
+            writer.write(OK + length + b"\r\nhello")
+            await asyncio.sleep(0.1)
+            connected = writer.get_extra_info("socket")
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        ask = HEAD + b"Connection: close\r\nContent-Length: 0\r\n\r\n"
+        got = await exchange(router, ask, answers=9)
+        assert got.statuses in ([200], [502])
+        assert not got.content.endswith(b"\r\n0\r\n\r\n")
+        assert await router.metric("broken_answers_total", replica="e0") == (got.statuses == [200])
+        assert router.idle()
 
 
 async def test_px10_an_answer_behind_an_answer_is_nobodys(start_router: Any) -> None:
