@@ -87,25 +87,28 @@ class Words:
         try:
             return b"".join(map(young.__getitem__, words))
         except KeyError:
-            pass
-        found = list(map(young.get, words))
-        unknown = dict.fromkeys(word for word, ids in zip(words, found, strict=True) if ids is None)
+            unknown = set(words).difference(young)
         old = self._old
         made = {word: old[word] for word in unknown if word in old}
-        new = [word for word in unknown if word not in made]
+        new = list(unknown.difference(made))
         many = len(new) > max(LEARNED, len(text) // CHARS_PER_NEW)
         learned = new[:LEARNED] if many else new
         made.update(zip(learned, self._encoded(learned), strict=True))
-        self._keep(made)
+        kept = {word: ids for word, ids in made.items() if len(word) <= LONGEST}
+        self._keep(young, kept)
         if many:
             return self._encoded([text])[0]
-        return b"".join(made[word] if ids is None else ids for word, ids in zip(words, found, strict=True))
+        if len(kept) == len(made):
+            return b"".join(map(young.__getitem__, words))
+        return b"".join(made[word] if word in made else young[word] for word in words)
 
-    def _keep(self, made: dict[str, bytes]) -> None:
-        """What is not asked for while as many others come as are kept is forgotten."""
-        if len(self._young) + len(made) > KEPT_WORDS:
-            self._old, self._young = self._young, {}
-        self._young.update((word, ids) for word, ids in made.items() if len(word) <= LONGEST)
+    def _keep(self, young: dict[str, bytes], made: dict[str, bytes]) -> None:
+        """What is not asked for while as many others come as are kept is forgotten. Of what somebody may be
+        reading nothing is taken away.
+        """
+        young.update(made)
+        if len(young) > KEPT_WORDS:
+            self._old, self._young = young, {}
 
     def _encoded(self, texts: Sequence[str]) -> list[bytes]:
         return [ids.tobytes() for ids in encoded(self._backend, texts)]
