@@ -84,9 +84,9 @@ class Chooser:
         All of them have fewer requests than ``most``. Raises FullError where the first has as many by now.
         """
         now = self._clock()
-        loads = self.load.waiting(streams)
+        speeds, loads = self.load.latency.each(streams), self.load.waiting(streams)
         self.crowding.found(zip(streams, [load.prefill_tokens > 0 for load in loads], strict=True))
-        candidates = self._candidates(subject, streams, loads, now)
+        candidates = self._candidates(subject, streams, speeds, loads, now)
         if subject.marks:
             held = max([candidate.reused_tokens for candidate in candidates])
             self.displacement.asked(subject.marks, held // self._mark_tokens)
@@ -121,12 +121,16 @@ class Chooser:
         self.load.forget(replica)
 
     def _candidates(
-        self, subject: Subject, streams: Sequence[StreamId], loads: Sequence[StreamLoad], now: float
+        self,
+        subject: Subject,
+        streams: Sequence[StreamId],
+        speeds: Sequence[Speed],
+        loads: Sequence[StreamLoad],
+        now: float,
     ) -> list[Candidate]:
-        """What is known of each stream, with its load of ``loads``."""
+        """What is known of each stream, with its speed and its load."""
         prompt_tokens, matches = subject.prompt_tokens, subject.matches or {}
         soon = self.hints.soon(subject.marks, now)
-        speeds = self.load.latency.each(streams)
         queued = self._filled(streams, loads, speeds)
         behind, rooms = self.crowding.behind(streams, self.load.echo), self.displacement.rooms(streams)
         found = []

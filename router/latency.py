@@ -79,10 +79,7 @@ class Latency:
 
     def each(self, streams: Sequence[StreamId]) -> list[Speed]:
         """The speed of each of the streams, as :meth:`of` gives it."""
-        if not self._unlike:
-            return [self._typical] * len(streams)
-        # Not that of a subclass, which would look again for each.
-        return [Latency.of(self, stream) for stream in streams]
+        return [self.of(stream) for stream in streams] if self._unlike else [self._typical] * len(streams)
 
     def observe(self, stream: StreamId, tokens: int, seconds: float) -> None:
         """A first token came ``seconds`` after its request was sent, with ``tokens`` to compute before it."""

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 
 from events.address import host_and_port
@@ -168,7 +168,9 @@ class Workers:
         if number != signal.SIGHUP:
             self._stopping = True
         for pid in tuple(self._running):
-            os.kill(pid, number)
+            # One that has ended may be noted as running for a moment still.
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def _start(self, worker: Worker) -> None:
         # A signal waits until the child is known here, and has its own way with it: one that came in between

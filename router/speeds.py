@@ -24,7 +24,9 @@ LOOK_S = 0.1
 
 
 class SharedLatency(Latency):
-    """What all workers know. ``clock`` is in seconds, and one that all have in common."""
+    """What all workers know, as of the last choice among streams. ``clock`` is in seconds, and one that all
+    have in common.
+    """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
@@ -32,10 +34,6 @@ class SharedLatency(Latency):
         self._names: dict[StreamId, bytes] = {}
         self._version = -1
         self._looked_at = float("-inf")
-
-    def of(self, stream: StreamId) -> Speed:
-        self._look((stream,))
-        return super().of(stream)
 
     def each(self, streams: Sequence[StreamId]) -> list[Speed]:
         self._look(streams)

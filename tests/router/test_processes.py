@@ -21,9 +21,11 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from router.errors import ListenError
-from router.processes import Board, Worker, reserved
+from router.processes import Board, Worker, Workers, reserved
+from router.settings import RouterSettings
 from router.standings import Record
 from router.waitlist import Place
+from tests.router.forked import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = {"model": "m", "prompt": [1]}
@@ -452,11 +454,22 @@ def test_what_one_worker_has_learned_all_know_and_it_stays_when_the_worker_is_go
     assert two.retries().others(b"") == [(3, 1)]
     assert (two.queue().waiting(), two.queue().last()) == (2, Place(0, 2.0, 0, 2))
     board.clear(0)
-    assert two.speeds().of(stream).s_per_token == pytest.approx(1e-3, rel=0.1)
+    assert two.speeds().each([stream])[0].s_per_token == pytest.approx(1e-3, rel=0.1)
     assert two.seats(lambda: {stream}).of(b"session") == stream
     assert two.standings().get("a") == Record(failures=2, ejected=True)
     assert two.retries().others(b"") == []
     assert (two.queue().waiting(), two.queue().last()) == (0, None)
+
+
+def test_px17_a_signal_just_when_a_worker_has_ended_reaches_the_others() -> None:
+    workers = Workers(RouterSettings(workers=2), lambda worker: None)
+    with forked(1, lambda _: signal.pause()) as (alive,):
+        gone = os.fork()
+        if gone == 0:
+            os._exit(0)
+        os.waitpid(gone, 0)
+        workers._running = {pid: (Worker(0, 0, workers._board), 0.0) for pid in (gone, alive)}
+        workers._forward(signal.SIGTERM, None)  # Else this would wait for ever.
 
 
 async def test_workers_do_not_outlive_a_parent_that_is_killed(tmp_path: Path, kit: Any) -> None:

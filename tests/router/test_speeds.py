@@ -61,7 +61,7 @@ def test_another_process_knows_what_was_learned_and_so_does_one_that_is_started_
     clock = Clock()
     (here, *_), ledger = workers_of(clock)
     ledger.mutex = patient_mutex()
-    assert here.of(A).s_per_token == COLD_S_PER_TOKEN
+    assert here.each([A])[0].s_per_token == COLD_S_PER_TOKEN
 
     def learn(number: int) -> None:
         latency = SharedLatency(ledger, clock)
@@ -80,12 +80,12 @@ def test_the_records_are_read_ten_times_a_second_at_most_and_at_once_for_a_strea
     clock = Clock()
     (one, two, _), _ = workers_of(clock)
     one.observe(A, 5000, 1.0)
-    first = two.of(A)
+    (first,) = two.each([A])
     assert first.s_per_token != COLD_S_PER_TOKEN
     one.observe(A, 5000, 3.0)
-    assert two.of(A) == first
+    assert two.each([A]) == [first]
     for _ in range(TRUSTED_FROM):
         one.observe(B, 5000, 50.0)
     assert two.each([A, B])[1] != first
     clock.now += 2 * LOOK_S
-    assert two.of(A) != first
+    assert two.each([A]) != [first]
