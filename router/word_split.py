@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import msgspec
+
 SLICE = 8192
 """Characters that are split at once, in half a millisecond."""
 SMALL_SLICE = 256
@@ -68,6 +70,7 @@ _ALTERNATIVES = _LETTERS | {
     rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*",
     rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*{_ENDING}?",
     r"\p{N}",
+    r"\p{N}+",
     r"\p{N}{1,3}",
     r" ?\p{N}+",
     r" ?[^\s\p{L}\p{N}]+",
@@ -75,29 +78,38 @@ _ALTERNATIVES = _LETTERS | {
     r" ?[^\s\p{L}\p{N}]++[\r\n]*",
     r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
     r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    r" ?[\p{P}\p{S}]+",
     r" ?[\p{P}\p{S}]+[\r\n]*",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[\r\n]",
     r"\s*[\r\n]+",
     r"\s*[\r\n]",
     r"\s+(?!\S)",
     r"\s+",
 }
-"""Of GPT-2, Llama 3, Qwen 2 and 3.5, DeepSeek 3, GPT-4, GPT-4o and Mistral's Tekken. In no match a blank or
-a mark, but for an apostrophe, comes behind a letter that is small or Chinese. None looks back. The one that
-looks ahead does so behind blanks.
+"""Of GPT-2, Llama 3, Qwen 2 and 3.5, DeepSeek 3, GPT-4, GPT-4o, Mistral's Tekken and others. In no match a
+blank or a mark, but for an apostrophe, comes behind a letter that is small or Chinese. None looks back. One
+looks ahead, behind blanks.
 """
 
 _safe = re.compile("[a-z\u4e00-\u9fa5](?=[ \n.,:;()\u3001\u3002\uff0c])").search
 Split = Callable[[str], list[str]]
 
 
-class WordSplit:
-    """Splits plain text by expressions of which each is given what the one before it made."""
+class Step(msgspec.Struct, frozen=True):
+    """An expression that a text is split by. What is between its matches is a part as well, or left out."""
 
-    def __init__(self, patterns: Sequence[str]) -> None:
-        self._ascii = [*_compiled(patterns, _ASCII_CLASSES)]
-        self._plain = [*_compiled(patterns, _CLASSES)]
+    pattern: str
+    keeps_between: bool = True
+
+
+class WordSplit:
+    """Splits plain text in steps, of which each is given what the one before it made."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._ascii = [*_compiled(steps, _ASCII_CLASSES)]
+        self._plain = [*_compiled(steps, _CLASSES)]
 
     def words(self, text: str) -> list[str]:
         """The words of a text that is plain."""
@@ -105,7 +117,7 @@ class WordSplit:
         parts = [text]
         for split in before:
             parts = list(filter(None, chain.from_iterable(map(split, parts))))
-        return last(text) if len(parts) == 1 else list(chain.from_iterable(map(last, parts)))
+        return last(parts[0]) if len(parts) == 1 else list(chain.from_iterable(map(last, parts)))
 
     @staticmethod
     def slices(text: str) -> Iterator[tuple[str, bool]]:
@@ -151,38 +163,44 @@ def word_split_of(backend: Any) -> WordSplit | None:
         return None
     if not _leaves_plain_text(normalizer):
         return None
-    patterns: list[str] = []
-    for step in _steps(described, "pretokenizers"):
-        pattern = _pattern(step)
-        if pattern is None:
+    steps: list[Step] = []
+    for part in _parts(described, "pretokenizers"):
+        step = _step(part)
+        if step is None:
             return None
-        patterns += [pattern] if pattern else []
-    if not patterns or not all(_ALTERNATIVES.issuperset(_alternatives(pattern)) for pattern in patterns):
+        steps += [step] if step.pattern else []
+    known = [_alternatives(step.pattern) for step in steps]
+    if not all(map(_ALTERNATIVES.issuperset, known)) or all(map(_LETTERS.isdisjoint, known)):
         return None
-    return WordSplit(patterns) if not _LETTERS.isdisjoint(_alternatives(patterns[-1])) else None
+    return WordSplit(steps)
 
 
 def _leaves_plain_text(normalizer: Any) -> bool:
-    steps = [] if normalizer is None else _steps(normalizer, "normalizers")
-    return all(step.get("type") == "NFC" for step in steps)
+    parts = [] if normalizer is None else _parts(normalizer, "normalizers")
+    return all(part.get("type") == "NFC" for part in parts)
 
 
-def _steps(described: dict[str, Any], inner: str) -> list[dict[str, Any]]:
+def _parts(described: dict[str, Any], inner: str) -> list[dict[str, Any]]:
     if described.get("type") != "Sequence":
         return [described]
-    return list(chain.from_iterable(_steps(step, inner) for step in described[inner]))
+    return list(chain.from_iterable(_parts(part, inner) for part in described[inner]))
 
 
-def _pattern(step: dict[str, Any]) -> str | None:
+def _step(part: dict[str, Any]) -> Step | None:
     """What a part of a pre-tokenizer splits by; "" if by nothing, None if that is not known."""
-    kind = step.get("type")
-    if kind == "ByteLevel" and not step["add_prefix_space"]:
-        return _GPT2 if step["use_regex"] else ""
-    if kind == "Digits" and step["individual_digits"]:
-        return r"\p{N}"
-    if kind == "Split" and step["behavior"] == "Isolated":
-        return str(step["pattern"].get("Regex", "")) or None
-    return None
+    kind = part.get("type")
+    if kind == "ByteLevel" and not part["add_prefix_space"]:
+        return Step(_GPT2 if part["use_regex"] else "")
+    if kind == "Digits" and part["individual_digits"]:
+        return Step(r"\p{N}")
+    between = _BETWEEN.get((str(part.get("behavior")), bool(part.get("invert"))))
+    if kind != "Split" or between is None or not (pattern := part["pattern"].get("Regex")):
+        return None
+    return Step(pattern.replace("\r", r"\r").replace("\n", r"\n"), between)
+
+
+_BETWEEN = {("Isolated", False): True, ("Isolated", True): True, ("Removed", True): False}
+"""Whether what is between two matches is kept, by a part's ``behavior`` and ``invert``."""
 
 
 def _alternatives(pattern: str) -> list[str]:
@@ -204,14 +222,16 @@ def _alternatives(pattern: str) -> list[str]:
     return made
 
 
-def _compiled(patterns: Sequence[str], classes: Mapping[str, str]) -> Iterator[Split]:
-    """What is between two matches is a part too. Where there is little of it, one expression for both is
-    the quicker way.
-    """
-    *before, last = (_translated(pattern, classes) for pattern in patterns)
-    for pattern in before:
-        yield re.compile(f"({pattern})").split
-    yield re.compile(rf"{last}|(?:(?!{last})[\s\S])+").findall
+def _compiled(steps: Sequence[Step], classes: Mapping[str, str]) -> Iterator[Split]:
+    """One expression for both is quicker where there is little between matches, as in the last step."""
+    for number, step in enumerate(steps):
+        pattern = _translated(step.pattern, classes)
+        if not step.keeps_between:
+            yield re.compile(pattern).findall
+        elif number + 1 < len(steps):
+            yield re.compile(f"({pattern})").split
+        else:
+            yield re.compile(rf"{pattern}|(?:(?!{pattern})[\s\S])+").findall
 
 
 def _translated(pattern: str, classes: Mapping[str, str]) -> str:

@@ -100,6 +100,12 @@ _CASED = (
 _ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _ENDING + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _BLANKS
+_DEEPSEEK3 = [
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + _BLANKS,
+]
 PATTERNS = {
     "GPT-2": [_GPT2],
     "SmolLM": [r"\p{N}", _GPT2],
@@ -114,19 +120,31 @@ PATTERNS = {
     ],
     "GPT-4o": [_CASED % (_ENDING + "?", _ENDING + "?", r"\p{N}{1,3}")],
     "Tekken": [_CASED % ("", "", r"\p{N}")],
-    "DeepSeek 3": [
-        r"\p{N}{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-        r"| ?[\p{P}\p{S}]+[\r\n]*|" + _BLANKS,
+    "DeepSeek 3": _DEEPSEEK3,
+    "DeepSeek 3, as its file has line ends": [pattern.replace(r"\r\n", "\r\n") for pattern in _DEEPSEEK3],
+    "Spark": [
+        *_DEEPSEEK3[:2],
+        _DEEPSEEK3[2].replace(r"[\r\n]*|\s*[\r\n]+", r"|[\r\n]"),
+        r"\p{N}",
     ],
+    "MiniCPM 5": [r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")],
+    "OLMo 2": [_LLAMA3],
+    "MiniMax": [_CASED % (_ENDING + "?", _ENDING + "?", r"\p{N}{1,3}")],
 }
 """The expressions by which the tokenizers of well-known models split texts, one after the other."""
+REMOVED = {"OLMo 2", "MiniMax"}
+"""Those that leave out what is between two matches."""
 
 
-def split_by(patterns: list[str]) -> Any:
+def split_as(kind: str) -> Any:
+    """As one of ``PATTERNS``."""
+    return split_by(PATTERNS[kind], removed=kind in REMOVED)
+
+
+def split_by(patterns: list[str], *, removed: bool = False) -> Any:
     backend = Tokenizer(models.BPE())
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    behavior = "removed" if removed else "isolated"
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior, invert=removed) for pattern in patterns]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -21,7 +21,7 @@ from tests.router.backends import (  # noqa: E402
     PATTERNS,
     SPECIAL,
     byte_level,
-    split_by,
+    split_as,
     tiktoken_like,
     with_added,
 )
@@ -38,9 +38,9 @@ def with_special(backend: Any) -> Any:
 
 
 def backends() -> dict[str, Any]:
-    composed = split_by(PATTERNS["Qwen 2"])
+    composed = split_as("Qwen 2")
     composed.normalizer = normalizers.NFC()
-    made = {name: with_special(split_by(patterns)) for name, patterns in PATTERNS.items()}
+    made = {name: with_special(split_as(name)) for name in PATTERNS}
     made |= {"composed": with_special(composed), "byte-level": with_special(byte_level())}
     return made | {"all added": with_added(byte_level()), "tiktoken": with_added(tiktoken_like())}
 
@@ -117,7 +117,7 @@ def test_text_of_new_words_alone_is_given_to_the_tokenizer_whole() -> None:
 @pytest.mark.parametrize("text", ["xe\u0301y b", "e\u0301y  b", "word \u00e9y b"])
 def test_an_added_token_that_holds_or_takes_blanks_is_left_to_the_tokenizer(token: Any, text: str) -> None:
     """Where normalisation alone makes it what it is, it is not to be seen before."""
-    backend = with_special(split_by(PATTERNS["Qwen 2"]))
+    backend = with_special(split_as("Qwen 2"))
     backend.normalizer = normalizers.NFC()
     backend.add_tokens([token])
     whole = array("I", backend.encode(text, add_special_tokens=False).ids)
