@@ -410,6 +410,26 @@ async def test_px07_an_answer_whose_connection_is_reset_is_never_taken_for_whole
         assert router.idle()
 
 
+async def test_px05_a_client_that_closes_its_side_behind_a_request_counts_as_gone(
+    start_engine: Any, start_router: Any, kit: Any
+) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody stopped it")
+
+    engine = await start_engine(answer=answer)
+    router = await start_router(engine)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.url.rpartition(":")[2]))
+    writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}")
+    await kit.wait_until(lambda: engine.open == 1, "the engine is at work")
+    writer.write_eof()
+    async with asyncio.timeout(1):
+        assert await reader.read() == b""
+        await kit.wait_until(lambda: engine.cancelled == 1, "the engine is let go")
+    writer.close()
+    await kit.wait_until(router.idle, "nothing is in flight")
+
+
 async def test_px10_an_answer_behind_an_answer_is_nobodys(start_router: Any) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
