@@ -124,6 +124,12 @@ class RequestReader:
         """One of the requests that were read is being answered: another one may be."""
         self._queued -= 1
 
+    def close(self) -> None:
+        """Nothing comes any more, and nothing of what came is kept."""
+        self._held = self._last = b""
+        self._framing = self._body = None
+        self._is_last = True
+
     def pause_reading(self) -> None:
         """What is called here pauses its connection, too."""
 

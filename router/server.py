@@ -128,6 +128,7 @@ class _Connection(web.RequestHandler):
         if self._look_timer is not None:
             self._look_timer.cancel()
         super().connection_lost(exc)
+        self._reader.close()
 
     def data_received(self, data: bytes) -> None:
         """Takes requests, and what is still to come of the last one's body: also while the connection is to

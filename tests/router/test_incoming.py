@@ -169,3 +169,19 @@ def test_px10_no_more_requests_are_read_ahead_than_may_be() -> None:
         reader.message_consumed()
     assert len(reader.feed_data(request)) == 50 - REQUESTS_AHEAD
     loop.close()
+
+
+def test_a_connection_that_is_over_keeps_nothing_of_what_came() -> None:
+    loop = asyncio.new_event_loop()
+    reader = RequestReader(Calm(loop), loop, LIMITS)
+    request = sized(b"SECRET").replace(b"%d", b"0", 1)
+    reader.feed_data(request * 50)
+    reader.close()
+    assert "SECRET" not in repr(vars(reader))
+    assert reader.feed_data(request) == []
+    coming = RequestReader(Calm(loop), loop, LIMITS)
+    ((_, body),) = coming.feed_data(request[:-1])
+    assert coming.in_body
+    coming.close()
+    assert body not in vars(coming).values()
+    loop.close()
