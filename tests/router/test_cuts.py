@@ -145,7 +145,7 @@ ALL_STRIP = with_added(byte_level(), rstrip=True)
 LOCAL_ALL_STRIP = LocalTokenizer(ALL_STRIP, ChatTemplates({}, {}), "r", TokenCache(1_000_000), is_plain=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(parts=st.lists(st.sampled_from([*FRAGMENTS, " ", "\n "]) | st.text(max_size=8), max_size=14))
 def test_ix09_texts_are_cut_in_front_of_tokens_that_take_the_spaces_behind_them(parts: list[str]) -> None:
     text = "".join(parts)

@@ -48,7 +48,7 @@ def made(text: str, backend: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=texts)
 @example(text="".join(PLAIN))
 @example(text=" ".join(PLAIN))
@@ -61,7 +61,7 @@ def test_ix09_words_are_those_of_the_tokenizer(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(text=texts.filter(bool))
 def test_ix09_a_word_by_itself_is_one_word(kind: str, text: str) -> None:
     backend = split_as(kind)

@@ -58,7 +58,7 @@ WORDS_OF = {name: known(backend) for name, backend in BACKENDS.items()}
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     parts=st.lists(st.sampled_from([*FRAGMENTS, *WORDS]) | st.text(max_size=8), max_size=30),
     size=st.sampled_from([1, 8, 50]),
