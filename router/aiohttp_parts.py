@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import aiohttp
-from aiohttp import http_writer, web, web_protocol
+from aiohttp import http_parser, http_writer, web, web_protocol
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import DataQueue
 
 from router.errors import SettingsError
@@ -41,7 +42,7 @@ def check_aiohttp() -> None:
     """Raises SettingsError where the installed aiohttp lacks one of the parts, or has another one by its
     name.
     """
-    missing = list(_missing_names()) or list(_other_calls())
+    missing = list(_missing_names()) or [*_other_calls(), *_other_parsers()]
     if missing:
         raise SettingsError(
             f"aiohttp {aiohttp.__version__} is not one that this router runs with: it lacks "
@@ -86,3 +87,19 @@ def _other_calls() -> Iterator[str]:
         given = tuple(inspect.signature(call).parameters)[1:]
         if given[: len(names)] != names:
             yield f"{call.__qualname__}({', '.join(names)})"
+
+
+def _other_parsers() -> Iterator[str]:
+    """Parsers that do not take heads alone, one behind the other, as aiohttp's own in C do. Those in Python,
+    which it falls back on where these cannot be loaded, do not.
+    """
+    request = b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 9\r\n\r\n"
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n"
+    for made, head in (http_parser.HttpRequestParser, request), (http_parser.HttpResponseParser, answer):
+        try:
+            parser = made(None, None, 2**16, response_with_body=False, read_until_eof=True)
+            if [len(parser.feed_data(head)[0]) for _ in range(2)] == [1, 1]:
+                continue
+        except (AssertionError, AttributeError, TypeError, HttpProcessingError):
+            pass
+        yield f"{made.__name__} in C, for heads alone"

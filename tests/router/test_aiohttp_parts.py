@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import http_writer, web, web_protocol
+from aiohttp import http_parser, http_writer, web, web_protocol
 from aiohttp.http_writer import StreamWriter
 
 from router import aiohttp_parts
@@ -82,4 +82,13 @@ async def test_a_step_that_takes_something_else_is_another_one(monkeypatch: pyte
 
     monkeypatch.setattr(web.RequestHandler, "finish_response", other)
     with pytest.raises(SettingsError, match=r"finish_response|other\(request, resp, start_time\)"):
+        check_aiohttp()
+
+
+@pytest.mark.parametrize("name", ["HttpRequestParser", "HttpResponseParser"])
+def test_a_parser_that_does_not_take_heads_alone_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(http_parser, name, getattr(http_parser, f"{name}Py"))
+    with pytest.raises(SettingsError, match=rf"it lacks {name}\S* in C, for heads alone;"):
         check_aiohttp()

@@ -130,6 +130,29 @@ def test_a_completion_is_tokenised_with_its_special_tokens() -> None:
     assert (json.loads(asked[0]), asked[1]) == ({"model": "m", "prompt": "a", "add_special_tokens": False}, 2)
 
 
+@pytest.mark.parametrize(
+    ("last", "why_not"),
+    [
+        (7, None),
+        (1 << 32, fallback.BAD_TOKEN_IDS),
+        (-1, fallback.BAD_TOKEN_IDS),
+        ("a", fallback.UNREADABLE_PROMPT),
+        ([7], fallback.UNREADABLE_PROMPT),
+        (1.5, fallback.UNREADABLE_PROMPT),
+    ],
+)
+@pytest.mark.parametrize("blank", ["", " "])
+def test_px13_very_many_ids_are_read_so_many_at_a_time(
+    last: Any, why_not: fallback.Fallback | None, blank: str
+) -> None:
+    ids = [*range(3 * AT_ONCE_BYTES // 7), last]
+    text = json.dumps({"prompt": ids}, separators=(f",{blank}", ":")).replace("]", f"{blank}]")
+    tokens = tokens_in_request(read_body(text.encode()))
+    assert tokens is not None
+    assert tokens.why_not == why_not
+    assert tokens.ids == (None if why_not else array("I", ids))
+
+
 @pytest.mark.parametrize("size", [AT_ONCE_BYTES // 2, AT_ONCE_BYTES])
 @pytest.mark.parametrize("kind", ["messages", "prompt"])
 async def test_px13_what_is_long_is_read_off_the_loop(
