@@ -13,6 +13,7 @@ from indexer.reader import Matched
 from router.backlog import level
 from router.crowding import Crowding
 from router.decision import Ask, Candidate, RandomSource, Ranked
+from router.demand import Demand, borne_by_others
 from router.displacement import Displacement
 from router.hints import Hints
 from router.latency import Speed
@@ -55,7 +56,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Chooser:
-    """Load, hints, displacement and crowding of one router. ``clock`` is in seconds."""
+    """Load, hints, displacement, crowding and demand of one router. ``clock`` is in seconds."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Chooser:
         self.hints = Hints() if hints is None else hints
         self.displacement = Displacement(mark_tokens)
         self.crowding = Crowding()
+        self.demand = Demand()
         self.patience = Patience()
         self._rng = rng
         self._clock = clock
@@ -88,6 +90,8 @@ class Chooser:
         self.crowding.found(zip(streams, [load.prefill_tokens > 0 for load in loads], strict=True))
         candidates = self._candidates(subject, streams, speeds, loads, now)
         if subject.marks:
+            if self.demand.wants(subject.marks[0]):
+                self._share(subject.marks, candidates)
             held = max([candidate.reused_tokens for candidate in candidates])
             self.displacement.asked(subject.marks, held // self._mark_tokens)
         ask = Ask(
@@ -161,6 +165,24 @@ class Chooser:
             found.append(candidate)
         return found
 
+    def _share(self, marks: Sequence[Hashable], candidates: list[Candidate]) -> None:
+        """Puts in what of the work that each would bring is for others to bear: for those who wait for the
+        same where the most of it is, and of them for the part by which the wait would be shorter here, the
+        time to compute it included.
+        """
+        most = max([candidate.reused_tokens for candidate in candidates])
+        waits_s = [c.s_per_token * (c.prefill_tokens + most - c.reused_tokens) for c in candidates]
+        there_s = min([s for s, c in zip(waits_s, candidates, strict=True) if c.reused_tokens == most])
+        if not most or min(waits_s) >= there_s:
+            return
+        size, echo = self._mark_tokens, 1.0 + self.load.echo
+        runs = self.demand.alike(marks, [(c.stream, c.reused_tokens // size) for c in candidates])
+        for number, (wait_s, candidate) in enumerate(zip(waits_s, candidates, strict=True)):
+            if wait_s < there_s:
+                part = echo * (1.0 - wait_s / there_s)
+                shared = size * borne_by_others(runs, candidate.reused_tokens / size, part)
+                candidates[number] = msgspec.structs.replace(candidate, shared_tokens=shared)
+
     def _filled(
         self, streams: Sequence[StreamId], loads: Sequence[StreamLoad], speeds: Sequence[Speed]
     ) -> list[int]:
@@ -197,6 +219,7 @@ class Chooser:
                 # Else the index tells everybody.
                 hint = self.hints.tell(hint, stream, subject.marks, now, predicted_s)
             reservation.hint = hint
+            reservation.left = self.demand.join(stream, subject.marks)
             self.displacement.placed(stream, subject.marks)
         return tokens, reservation
 

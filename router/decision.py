@@ -28,8 +28,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stream's ``state``. ``hinted_tokens`` it will hold soon, as a prompt that begins alike is on its way
     there. ``requests``, ``prefill_tokens`` (still to be computed) and ``decoding`` are its load;
     ``overhead_s`` and ``s_per_token`` its speed; ``behind`` is how many requests behind this one would wait
-    for the work that it brings, by the stream's utilisation; ``room_tokens`` fit in its cache before it
-    pushes something out, None where nobody knows.
+    for the work that it brings, by the stream's utilisation; ``shared_tokens`` of it are for others to bear,
+    who wait for the same elsewhere; ``room_tokens`` fit in its cache before it pushes something out, None
+    where nobody knows.
     """
 
     replica: str
@@ -46,6 +47,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     overhead_s: float = COLD_OVERHEAD_S
     s_per_token: float = COLD_S_PER_TOKEN
     behind: float = 0.0
+    shared_tokens: float = 0.0
     room_tokens: int | None = None
 
     @property

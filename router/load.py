@@ -420,6 +420,7 @@ class Load:
         joined, _ = book.first()
         was_first = reservation is next(iter(book.line), None)
         book.line.pop(reservation, None)
+        reservation.left()
         if was_first and joined <= self._share(reservation.stream).joined:
             book.left = self._clock()
 
@@ -467,13 +468,15 @@ class Reservation:
 
     ``prefill_tokens`` are its own; ``queued_tokens`` those that had to be computed before its first token,
     its own included. ``teaches``: they are known well enough for its time to say something of the stream's
-    speed. ``hint`` is dropped when it ends before its prefill was over.
+    speed. ``hint`` is dropped when it ends before its prefill was over; ``left`` is called once, when it
+    waits no more, however that comes.
     """
 
     def __init__(self, load: Load, stream: StreamId, prefill_tokens: int, queued_tokens: int) -> None:
         self._load = load
         self.prefill_tokens = prefill_tokens
         self.hint: Hint | None = None
+        self.left: Callable[[], None] = lambda: None
         self.teaches = True
         self._decoding = False
         self._released = False

@@ -3,7 +3,8 @@
 Own time is the predicted time to first token: the work in front of it there, and its own uncached tokens. The
 work that it brings is waited for by those that come behind it as well, the more of them the busier the fleet
 is; and what its new blocks push out of that cache is computed again when it is wanted back. Both make the
-copy that exists cheaper than a second one. What it would wait longer than nearly all do counts for more.
+copy that exists cheaper than a second one. Where others wait for the same, the second one is for them as
+well, and they bear their part. What it would wait longer than nearly all do counts for more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from router.policies.ties import by_cost
 SLACK_SHARE = 0.01
 SLACK_TOKENS = 16
 """Candidates within one percent of the prompt, or a block, of the best are as good as it."""
-TERMS = (*least_loaded.TERMS, "uncached", "behind", "displaced", "late")
+TERMS = (*least_loaded.TERMS, "uncached", "behind", "displaced", "shared", "late")
 IMPATIENCE = 3.0
 """What a second counts for, besides itself, by which a request waits longer than nearly all do: else a few
 would wait without end for the sake of others.
@@ -75,8 +76,11 @@ class CacheAware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 # Tokens that are expected to be computed again for what the new ones push out.
                 displaced = token_s * (1 + behind) * (worth * (new_tokens - room_tokens))
             waits_s = candidate.overhead_s + s_per_token * (candidate.prefill_tokens + new_tokens)
+            behind_it, shared = token_s * behind * new_tokens, 0.0
+            if candidate.shared_tokens:
+                shared = -(behind_it + displaced) * candidate.shared_tokens / new_tokens
             late = impatience * (waits_s - patience_s) if waits_s > patience_s else 0.0
-            return overhead, queued, in_flight, uncached, token_s * behind * new_tokens, displaced, late
+            return overhead, queued, in_flight, uncached, behind_it, displaced, shared, late
 
         return terms
 

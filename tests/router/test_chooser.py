@@ -132,6 +132,46 @@ def test_ix12_twenty_requests_with_one_cold_prefix_go_to_few_replicas_within_the
     assert len({chooser.choose(CACHE_AWARE, bare, FLEET).reservation.stream for _ in range(20)}) == 4
 
 
+def choose_beside_a_hot_copy(chooser: Chooser, line: list[str]) -> Choice:
+    """A prompt whose first 8k tokens ``a`` has cached, behind prompts that begin like ``line`` there: 2,000
+    tokens each. The fleet is busy: what is computed is waited for by others.
+    """
+    for name in line:
+        prompt = Subject(
+            prompt_tokens=10_192, matches=nothing([A]) | {A: matched(A, 8192)}, marks=marks(name, 8192)
+        )
+        chooser.choose(CACHE_AWARE, prompt, [A])
+    for stream in FLEET[1:]:
+        for _ in range(200):
+            chooser.crowding.found([(stream, True)])
+    matches = {**nothing(FLEET), A: matched(A, 8192)}
+    return chooser.choose(
+        CACHE_AWARE, Subject(prompt_tokens=8292, matches=matches, marks=marks("hot", 8192)), FLEET
+    )
+
+
+def test_rq10_a_second_copy_is_made_where_many_wait_for_the_first_and_not_for_one_that_is_alone() -> None:
+    alone = choose_beside_a_hot_copy(chooser_of(), ["other"] * 12)
+    assert alone.reservation.stream == A
+    assert all(item.terms["shared"] == 0.0 for item in alone.ranked)
+    many = choose_beside_a_hot_copy(chooser_of(), ["hot"] * 12)
+    assert many.reservation.stream != A
+    assert many.ranked[0].terms["shared"] < 0
+
+
+def test_rq10_prompts_that_are_answered_or_gone_wait_no_more() -> None:
+    for ends in ("prefilled", "release"):
+        chooser = chooser_of()
+        prompt = Subject(prompt_tokens=8292, matches=nothing(FLEET), marks=marks("hot", 8192))
+        choices = [chooser.choose(CACHE_AWARE, prompt, FLEET) for _ in range(3)]
+        held = [(stream, 16) for stream in FLEET]
+        assert [run.end for run in chooser.demand.alike(prompt.marks, held)] == [16]
+        for choice in choices:
+            getattr(choice.reservation, ends)()
+            choice.reservation.release()
+        assert chooser.demand.alike(prompt.marks, held) == []
+
+
 def test_ix12_the_hint_of_a_request_that_fails_is_gone_and_that_of_one_that_answered_stays() -> None:
     prompt = Subject(prompt_tokens=8292, matches=nothing(FLEET), marks=marks("cold", 8192))
     for answers in (True, False):

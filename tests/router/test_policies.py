@@ -143,6 +143,18 @@ def test_nobody_waits_much_longer_than_nearly_all_do_for_the_sake_of_others(
     assert sum(ranked[0].terms.values()) == pytest.approx(ranked[0].cost)
 
 
+def test_what_others_wait_for_as_well_is_theirs_to_bear_and_shown() -> None:
+    fleet = [candidate("warm", 8000, queued=12_000), candidate("cold", 0, queued=0)]
+    for shared_tokens, chosen in ((0.0, "warm"), (7000.0, "cold")):
+        both = [
+            replace(one, behind=1.0, shared_tokens=shared_tokens * (not one.credited_tokens)) for one in fleet
+        ]
+        ranked = CACHE_AWARE(Ask(8192), both, random.Random(1))
+        assert ranked[0].candidate.replica == chosen
+        terms = next(item.terms for item in ranked if item.candidate.replica == "cold")
+        assert terms["shared"] == pytest.approx(-terms["behind"] * shared_tokens / 8192)
+
+
 def test_rq01_patience_changes_neither_end_of_affinity() -> None:
     fleet = [candidate("warm", 8000, queued=90_000), candidate("cold", 0, queued=0)]
     for affinity, chosen in ((0.0, "cold"), (1.0, "warm")):

@@ -318,6 +318,7 @@ async def test_debug_shows_replicas_and_decisions_with_every_cost_term(
         "uncached": pytest.approx(0.0008),
         "behind": 0.0,
         "displaced": 0.0,
+        "shared": 0.0,
         "late": 0.0,
     }
     assert best["cost"] == pytest.approx(0.0108)
