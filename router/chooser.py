@@ -187,12 +187,16 @@ class Chooser:
         self, streams: Sequence[StreamId], loads: Sequence[StreamLoad], speeds: Sequence[Speed]
     ) -> list[int]:
         """The tokens to prefill of ``loads``, with what other routers are likely to have sent since the
-        streams were looked at, where least waits.
+        streams were looked at: where they have sent of late, or where nobody says that, where least waits.
+        So routers that cannot see each other come to send new work to different streams.
         """
         queued = [load.prefill_tokens for load in loads]
         work = self.load.unseen_tokens(streams)
         if not work:
             return queued
+        habits = self.load.habits(streams)
+        if any(habits):
+            return [tokens + round(work * part) for tokens, part in zip(queued, habits, strict=True)]
         each = [speed.s_per_token for speed in speeds]
         seconds = level([(s * tokens, 1 / s) for s, tokens in zip(each, queued, strict=True)], work)
         least = {s: round(seconds / s) for s in set(each)}

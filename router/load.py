@@ -51,8 +51,9 @@ class FullError(Exception):
 
 class _Seen(msgspec.Struct, frozen=True):
     """A report and when it came, since when the engine says the same, how many requests of it were not ours,
-    what they left to compute, how many prompt tokens a second we send there, how many of ours were in
-    flight, how many we had ever sent, and the share of its requests that wait for their prefill.
+    what they left to compute, how many prompt tokens a second we send there, and others do (0 where the
+    engine does not say what it has begun with), how many of ours were in flight, how many we had ever sent,
+    and the share of its requests that wait for their prefill.
     """
 
     reported: Reported
@@ -61,6 +62,7 @@ class _Seen(msgspec.Struct, frozen=True):
     others: int
     backlog: Backlog
     own_per_s: float
+    others_per_s: float
     ours: int
     sent: int
     waiting_share: float
@@ -251,6 +253,18 @@ class Load:
                 usual += seen.own_per_s * age_s
         return self._echo * max(since, usual)
 
+    def habits(self, streams: Iterable[StreamId]) -> list[float]:
+        """The part of what others send to all of the streams that each of these gets, as of late; 0 for all
+        where no engine says it.
+        """
+        found = []
+        for stream in streams:
+            book = self._books.get(stream)
+            seen = None if book is None else book.seen
+            found.append(0.0 if seen is None else max(0.0, seen.others_per_s))
+        total = sum(found)
+        return [one / total for one in found] if total else found
+
     def sent_to(self, replica: str) -> list[StreamId]:
         """The streams of a replica that anything was ever sent to."""
         return [stream for stream, book in self._books.items() if stream[0] == replica and book.sent]
@@ -295,12 +309,17 @@ class Load:
         total = reported.running + reported.waiting
         share = reported.waiting / total if total else 0.0
         backlog = self._backlog(stream, reported, others, share)
-        own_per_s = 0.0
+        own_per_s, others_per_s = (0.0, 0.0) if last is None else (last.own_per_s, last.others_per_s)
         if last is not None and now > last.at:
             weight = 1 - math.exp((last.at - now) / USUAL_S)
-            new = max(0, backlog.own.sent - last.backlog.own.sent) / (now - last.at)
-            own_per_s = last.own_per_s + weight * (new - last.own_per_s)
-        book.seen = _Seen(reported, now, same_since, others, backlog, own_per_s, ours, sent, share)
+            sent_tokens = backlog.own.sent - last.backlog.own.sent
+            own_per_s = last.own_per_s + weight * (max(0, sent_tokens) / (now - last.at) - last.own_per_s)
+            # Below 0 for a while, where ours wait to be begun with; over a while, what is not ours.
+            theirs = _admitted(last.reported, reported, sent_tokens) - sent_tokens
+            others_per_s = last.others_per_s + weight * (theirs / (now - last.at) - last.others_per_s)
+        book.seen = _Seen(
+            reported, now, same_since, others, backlog, own_per_s, others_per_s, ours, sent, share
+        )
         every = [book.seen for book in self._books.values() if book.seen is not None]
         fresh = [seen for seen in every if now - seen.at <= STALE_S]
         theirs = sum(seen.others for seen in fresh)
@@ -518,6 +537,16 @@ def _first(book: _Book, share: Share) -> tuple[float, int]:
     """As :meth:`_Book.first`, of all workers of this router."""
     first = book.first()
     return (share.joined, share.first_tokens) if share.joined < first[0] else first
+
+
+def _admitted(before: Reported, reported: Reported, unknown: int) -> int:
+    """Prompt tokens that an engine has begun with between two reports; ``unknown`` where it does not say, or
+    has begun anew.
+    """
+    if before.admitted_tokens is None or reported.admitted_tokens is None:
+        return unknown
+    new = reported.admitted_tokens - before.admitted_tokens
+    return round(new) if new >= 0 else unknown
 
 
 _NOTHING = _Book()

@@ -113,6 +113,27 @@ def test_rq01_at_its_minimum_affinity_counts_nothing() -> None:
     assert min(chosen.values()) >= 70
 
 
+def test_rq06_new_work_goes_where_others_have_sent_less_of_late() -> None:
+    """Both are idle when they are looked at. Others send as much as we do, nearly all of it to ``a``."""
+    clock = Clock()
+    chooser = chooser_of(clock)
+    begun, chosen = {A: 0, B: 0}, Counter[StreamId]()
+    for number in range(200):
+        clock.now += 0.5
+        prompt = Subject(prompt_tokens=1000, matches=nothing([A, B]), marks=marks(f"new {number}", 1000))
+        choice = chooser.choose(CACHE_AWARE, prompt, [A, B])
+        stream = choice.reservation.stream
+        chosen[stream] += number >= 100
+        choice.reservation.first_byte(0.1)
+        choice.reservation.release()
+        begun[stream] += 1000
+        for other, tokens in ((A, 900), (B, 100)):
+            begun[other] += tokens
+            chooser.load.report(other, Reported(running=1, admitted_tokens=begun[other]), 0)
+        clock.now += 0.5
+    assert chosen[B] >= 90
+
+
 def test_ix12_twenty_requests_with_one_cold_prefix_go_to_few_replicas_within_the_load_bound() -> None:
     clock = Clock()
     chooser = chooser_of(clock)

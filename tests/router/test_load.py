@@ -324,6 +324,47 @@ def test_where_we_have_sent_nothing_since_others_are_taken_to_send_as_we_usually
     assert load.unseen_tokens([A]) == pytest.approx(2 * 2 * 100, rel=0.05)
 
 
+def looked_at(
+    load: Load, clock: Clock, ours: int, others: int, *, seconds: int = 100, says: bool = True
+) -> None:
+    """A look every second. Each engine begins with what is sent to it; ``ours`` tokens a second go to A, and
+    ``others`` to B and three times as many to A.
+    """
+    begun = {A: 0, B: 0}
+    for _ in range(seconds):
+        clock.now += 1.0
+        load.reserve(A, ours).release()
+        begun[A] += ours + 3 * others
+        begun[B] += others
+        for stream, tokens in begun.items():
+            load.report(stream, Reported(running=1, admitted_tokens=tokens if says else None), 0)
+
+
+def test_rq06_where_others_send_is_what_engines_begin_with_and_is_not_ours() -> None:
+    clock = Clock()
+    load = Load(clock)
+    looked_at(load, clock, ours=5000, others=200)
+    assert load.habits([A, B]) == pytest.approx([0.75, 0.25], abs=0.01)
+    assert load.habits([("new", 0), B]) == [0.0, 1.0]
+
+
+def test_where_others_send_is_unknown_without_others_and_where_engines_do_not_say() -> None:
+    for others, says in ((0, True), (200, False)):
+        clock = Clock()
+        load = Load(clock)
+        looked_at(load, clock, ours=5000, others=others, says=says)
+        assert load.habits([A, B]) == [0.0, 0.0]
+
+
+def test_where_others_send_outlives_an_engine_that_counts_anew() -> None:
+    clock = Clock()
+    load = Load(clock)
+    looked_at(load, clock, ours=100, others=200)
+    clock.now += 1.0
+    load.report(A, Reported(admitted_tokens=5), 0)
+    assert load.habits([A, B]) == pytest.approx([0.75, 0.25], abs=0.05)
+
+
 def test_rq06_what_others_may_have_sent_counts_where_least_waits() -> None:
     load = load_at_1000_tokens_per_s(Clock())
     for stream, running in ((A, 2), (B, 2)):
