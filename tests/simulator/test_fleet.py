@@ -139,6 +139,13 @@ def test_rq06_several_routers_find_nearly_what_one_finds() -> None:
     assert max(two.load_max_over_mean, four.load_max_over_mean) <= 1.25
 
 
+def test_rq06_four_routers_that_see_little_of_each_other_wait_not_much_longer_than_one() -> None:
+    trace = workload("rag")[:3000]
+    one, four = (replay(trace, "cache-aware", Shape(routers=routers)) for routers in (1, 4))
+    assert four.ttft_mean_s <= 1.27 * one.ttft_mean_s
+    assert four.ttft_p99_s <= 1.5 * one.ttft_p99_s
+
+
 def test_a_session_goes_on_only_when_it_is_answered() -> None:
     first = Traced(0.0, 47_000, 1, tuple(range(92)), session=1)
     second = Traced(2.0, 47_512, 1, tuple(range(93)), session=1)
