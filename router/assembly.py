@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import ParamSpec
 
 import aiohttp
@@ -54,6 +53,7 @@ from router.tokenizing import check_tokenizers, tokenizing
 from router.tracing import Tracing, start_tracing
 from router.upstream import Upstream
 from router.waitlist import Waitlist
+from router.watched import WatchedFile
 from router.watcher import WatchPace
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ async def router_app(
     upstream: Upstream | None = None,
     lookup: Lookup | None = None,
     reread: Reread | None = None,
-    config: Path | None = None,
+    config: WatchedFile | None = None,
     worker: Worker | None = None,
 ) -> AsyncIterator[RouterApp]:
     """A running router without a listening socket: its fleet is watched and its replicas are registered.
@@ -337,7 +337,7 @@ async def _watched(fleet: Fleet, registrar: Registrar | None, token_check: Token
 
 @asynccontextmanager
 async def _discovering(
-    router: RouterApp, reread: Reread | None, config: Path | None, takers: Sequence[Taker]
+    router: RouterApp, reread: Reread | None, config: WatchedFile | None, takers: Sequence[Taker]
 ) -> AsyncIterator[None]:
     """Keeps the fleet as the settings, and the places that they name, say. Raises SettingsError for a file of
     replicas that cannot be used at the start.

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
 from types import FrameType
 
 from events.address import host_and_port
@@ -34,8 +35,10 @@ from router.standings import SharedStandings
 log = logging.getLogger(__name__)
 
 STARTED_S = 5.0
-"""A worker that ends sooner could not start, and would not the next time either."""
-MORE_KEYS = 256
+"""A worker that ends sooner could not start. The next try waits for so long, where others serve meanwhile;
+where none does it would not start then either.
+"""
+MORE_KEYS = 1 << 14
 PR_SET_PDEATHSIG = 1
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -74,7 +77,11 @@ class Worker:
         self.number = number
         self.port = port
         self._board = board
-        self._pages = board.pages.row(number)
+
+    @cached_property
+    def _pages(self) -> Row:
+        """Made by the process that writes to it: one that follows another finds the row cleared."""
+        return self._board.pages.row(self.number)
 
     @property
     def workers(self) -> int:
@@ -150,19 +157,32 @@ class Workers:
         code = 0
         while self._running:
             pid, status = os.wait()
+            if pid not in self._running:
+                continue  # The first process of a container is given the orphans of all others.
             worker, since = self._running.pop(pid)
             self._board.clear(worker.number)
             if self._stopping:
                 continue
             ended = os.waitstatus_to_exitcode(status)
-            if time.monotonic() - since < STARTED_S:
+            if self._has_started(since):
+                log.error("worker %d ended (exit code %d) and is started again", worker.number, ended)
+                self._start(worker)
+            elif any(self._has_started(others_since) for _, others_since in self._running.values()):
+                log.error(
+                    "worker %d could not start (exit code %d) and is started again in %g s; others serve",
+                    worker.number,
+                    ended,
+                    STARTED_S,
+                )
+                self._start(worker, STARTED_S)
+            else:
                 log.error("worker %d could not start (exit code %d)", worker.number, ended)
                 code = ended if ended > 0 else 1
                 self._forward(signal.SIGTERM, None)
-            else:
-                log.error("worker %d ended (exit code %d) and is started again", worker.number, ended)
-                self._start(worker)
         return code
+
+    def _has_started(self, since: float) -> bool:
+        return time.monotonic() - since >= STARTED_S
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         if number != signal.SIGHUP:
@@ -172,26 +192,29 @@ class Workers:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def _start(self, worker: Worker) -> None:
+    def _start(self, worker: Worker, after_s: float = 0.0) -> None:
         # A signal waits until the child is known here, and has its own way with it: one that came in between
         # would be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
         if pid == 0:
-            self._be(worker)
-        self._running[pid] = worker, time.monotonic()
+            self._be(worker, parent, after_s)
+        self._running[pid] = worker, time.monotonic() + after_s
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         if self._stopping:
             os.kill(pid, signal.SIGTERM)
 
-    def _be(self, worker: Worker) -> None:
+    def _be(self, worker: Worker, parent: int, after_s: float) -> None:
         """The life of the child; it never returns."""
         code = 1
         try:
-            for number in FORWARDED:
+            for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
+            # It reads the settings when it is up; until then there is nothing to be read anew.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-            _end_with_parent()
+            _end_with(parent)
+            time.sleep(after_s)
             self._serve(worker)
             code = 0
         except SystemExit as ended:
@@ -204,10 +227,12 @@ class Workers:
             os._exit(code)
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """A worker does not outlive a parent that was killed: it would keep the port."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(1)  # It was killed before we asked to be told.
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from router.discovery import Discovery, DNSSource, FileSource, Source, addresses_of
 from router.errors import SettingsError
 from router.kubernetes import KubernetesSource
@@ -26,11 +28,28 @@ LIVE = (
 )
 """The settings that are taken over at once; the others need a restart."""
 
+NOT_TAKEN = "the new settings are not taken, the old ones stay: %s"
+
 Reread = Callable[[], RouterSettings]
 """Makes the settings anew. Raises SettingsError."""
 
 Taker = Callable[[RouterSettings], Callable[[], None]]
 """Looks at new settings, and raises SettingsError for bad ones; what it gives takes them over."""
+
+
+def as_of_now(settings: RouterSettings, reread: Reread) -> RouterSettings:
+    """``settings`` with what a router that runs has taken over since they were read: a worker that is started
+    again must not go back behind the others. New ones that cannot be used change nothing.
+    """
+    try:
+        new = reread()
+        taken = replace(settings, **{name: getattr(new, name) for name in LIVE})
+        if taken != settings:
+            _check(new)
+    except Exception as error:
+        log.error(NOT_TAKEN, _why(error))
+        return settings
+    return taken
 
 
 def sources_of(settings: RouterSettings) -> list[Source]:
@@ -58,6 +77,18 @@ def _keys(specs: Iterable[ReplicaSpec]) -> list[WatchedFile]:
     return [WatchedFile(Path(key.removeprefix("file:"))) for key in kept]
 
 
+def _check(new: RouterSettings) -> None:
+    """Raises SettingsError for settings that a running router does not take over."""
+    new.check()
+    if not (new.replica or sources_of(new)):
+        raise SettingsError("they name no replica")
+
+
+def _why(error: Exception) -> str:
+    kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
+
+
 class Reload:
     """Takes over new settings when it is told to, and when the file that they came from, or a certificate or
     key that they name, has changed; those that were refused also when a file of replicas that they name, or a
@@ -71,7 +102,7 @@ class Reload:
         settings: RouterSettings,
         discovery: Discovery,
         reread: Reread,
-        file: Path | None,
+        file: WatchedFile | None,
         interval_s: float,
         takers: Sequence[Taker] = (),
     ) -> None:
@@ -79,7 +110,7 @@ class Reload:
         self._discovery = discovery
         self._reread = reread
         self._takers = takers
-        self._file = None if file is None else WatchedFile(file)
+        self._file = file
         self._named = _named(settings)
         self._interval_s = interval_s
         self._wanted = asyncio.Event()
@@ -124,19 +155,16 @@ class Reload:
         except Exception as error:
             # Whatever is wrong with the new settings, the old ones are good.
             self.bad += 1
-            kind = "" if isinstance(error, SettingsError) else f"{type(error).__name__}: "
-            self.error = f"{kind}{error}"
-            log.error("the new settings are not taken, the old ones stay: %s", self.error)
+            self.error = _why(error)
+            log.error(NOT_TAKEN, self.error)
             return
         self.good += 1
         self.error = None
         self._tell_of(new)
 
     async def _take(self, new: RouterSettings) -> None:
-        new.check()
+        _check(new)
         sources = sources_of(new)
-        if not (new.replica or sources):
-            raise SettingsError("they name no replica")
         # Noted before it is read, too. Of settings that are taken its source watches it.
         files = [] if new.replicas_file is None else [WatchedFile(Path(new.replicas_file))]
         try:

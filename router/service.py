@@ -12,9 +12,10 @@ from pathlib import Path
 from router.assembly import router_app
 from router.listening import listening
 from router.processes import Worker
-from router.reload import Reread
+from router.reload import Reread, as_of_now
 from router.settings import RouterSettings
 from router.tap import Recorder
+from router.watched import WatchedFile
 
 log = logging.getLogger(__name__)
 
@@ -42,21 +43,28 @@ async def serve(
     config: Path | None = None,
     worker: Worker | None = None,
 ) -> None:
-    """Runs the router until SIGTERM or SIGINT. ``reread`` makes the settings anew, at SIGHUP and when
-    ``config`` changes. Raises RouterError when it cannot start.
+    """Runs the router until SIGTERM or SIGINT. ``reread`` makes the settings anew, at the start, at SIGHUP
+    and when ``config`` changes. Raises RouterError when it cannot start.
     """
     _raise_file_limit()
-    stop = asyncio.Event()
+    stop, hangup = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    watched = None if config is None else WatchedFile(config)
+    if reread is not None:
+        # From here on no change is missed: neither of the file nor of those who say that there is one.
+        loop.add_signal_handler(signal.SIGHUP, hangup.set)
+        settings = as_of_now(settings, reread)
     try:
         async with (
-            router_app(settings, recorder=recorder, reread=reread, config=config, worker=worker) as router,
+            router_app(settings, recorder=recorder, reread=reread, config=watched, worker=worker) as router,
             listening(router, worker),
         ):
             if router.reload is not None:
                 loop.add_signal_handler(signal.SIGHUP, router.reload.now)
+                if hangup.is_set():
+                    router.reload.now()
             _collect_garbage_seldom()
             await stop.wait()
             log.info(

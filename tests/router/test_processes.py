@@ -21,11 +21,11 @@ from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from router.errors import ListenError
-from router.processes import Board, Worker, Workers, reserved
+from router.processes import Board, Worker, Workers, _end_with, reserved
 from router.settings import RouterSettings
 from router.standings import Record
 from router.waitlist import Place
-from tests.router.forked import forked
+from tests.router.forked import all_at_once, forked
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = {"model": "m", "prompt": [1]}
@@ -47,6 +47,10 @@ class Process:
     def urls(self, said: str) -> list[str]:
         return re.findall(rf"{said} (http\S+)", self.log)
 
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
     async def end(self, deadline_s: float = 15.0) -> int:
         if self.process.returncode is None:
             self.process.terminate()
@@ -58,10 +62,18 @@ class Process:
 
 @asynccontextmanager
 async def routers(*arguments: str, **environment: str) -> AsyncIterator[Process]:
-    command = [sys.executable, "-m", "warmroute", "router", *arguments]
+    async with processes("-m", "warmroute", "router", *arguments, **environment) as process:
+        yield process
+
+
+@asynccontextmanager
+async def processes(*arguments: str, **environment: str) -> AsyncIterator[Process]:
     process = Process(
         await asyncio.create_subprocess_exec(
-            *command, stderr=asyncio.subprocess.PIPE, cwd=ROOT, env=os.environ | environment
+            *(sys.executable, *arguments),
+            stderr=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | environment,
         )
     )
     try:
@@ -397,6 +409,97 @@ async def test_a_worker_that_dies_is_started_again(tmp_path: Path, kit: Any) -> 
     async with asyncio.timeout(10):
         assert await process.wait() == 0
     await kit.wait_until(lambda: not alive(), "all are gone")
+
+
+async def test_op02_a_worker_that_is_started_again_has_the_settings_that_the_others_have_taken_over(
+    start_engine: Any, tmp_path: Path, kit: Any
+) -> None:
+    engine, path = await start_engine(), tmp_path / "w.toml"
+    path.write_text(f'[router]\nreplica = ["a={engine.url}"]\n')
+    # However short a worker has lived, it is started again.
+    program = "from router import processes; processes.STARTED_S = 0.0; import warmroute; warmroute.main()"
+    arguments = ("--config", str(path), "router", "--listen", "127.0.0.1:0", "--workers", "2")
+    async with processes("-c", program, *arguments) as process, aiohttp.ClientSession() as client:
+        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        path.write_text(f'[router]\nreplica = ["b={engine.url}"]\n')
+        process.process.send_signal(signal.SIGHUP)
+        await kit.wait_until(lambda: process.log.count("replica a is gone") == 2, "both took it over")
+        os.kill(process.children()[0], signal.SIGKILL)
+        await kit.wait_until(lambda: len(process.urls("listening on")) == 3, "another one listens")
+        async with client.get(process.urls("debug pages on")[-1] + "/debug/replicas") as page:
+            assert [replica["name"] for replica in (await page.json())["replicas"]] == ["b"]
+
+
+FAILING = """
+    import os, sys, time
+    from pathlib import Path
+    from router import processes
+    from router.settings import RouterSettings
+
+    processes.STARTED_S = 0.5
+    folder = Path(sys.argv[1])
+
+    def serve(worker):
+        lives = len(list(folder.glob(f"{worker.number}-*")))
+        if lives == 0:
+            time.sleep(processes.STARTED_S)  # It has started.
+        (folder / f"{worker.number}-{lives}").write_text(str(os.getpid()))
+        if lives == 1:
+            sys.exit(2)
+        time.sleep(60)
+
+    sys.exit(processes.Workers(RouterSettings(listen="127.0.0.1:0", workers=2), serve).run())
+"""
+
+
+async def test_a_worker_that_cannot_start_again_is_tried_again_while_another_serves(
+    tmp_path: Path, kit: Any
+) -> None:
+    def lived() -> set[str]:
+        return {path.name for path in tmp_path.iterdir() if path.read_text()}
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(FAILING), str(tmp_path), cwd=ROOT
+    )
+    await kit.wait_until(lambda: lived() == {"0-0", "1-0"}, "both run")
+    os.kill(int((tmp_path / "1-0").read_text()), signal.SIGKILL)
+    await kit.wait_until(lambda: lived() == {"0-0", "1-0", "1-1", "1-2"}, "it runs again")
+    process.terminate()
+    async with asyncio.timeout(10):
+        assert await process.wait() == 0
+
+
+def test_a_parent_that_is_given_the_orphans_of_a_container_goes_on() -> None:
+    def watch(_: int) -> None:
+        workers = Workers(RouterSettings(workers=1), lambda worker: None)
+        with forked(2, lambda _: None) as (orphan, own):
+            # Both have ended; the older one is told of first.
+            for pid in (orphan, own):
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            workers._running = {own: (Worker(0, 0, workers._board), 0.0)}
+            workers._stopping = True
+            assert workers._watch() == 0
+            os._exit(0)
+
+    all_at_once(1, watch)
+
+
+def test_op02_a_worker_that_is_not_up_yet_is_not_ended_by_a_reload() -> None:
+    workers = Workers(RouterSettings(workers=1), lambda worker: signal.pause())
+    workers._start(Worker(0, 0, workers._board))
+    (pid,) = workers._running
+    os.kill(pid, signal.SIGHUP)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_a_worker_whose_parent_was_killed_before_it_could_ask_to_be_told_ends() -> None:
+    def begin(_: int) -> None:
+        _end_with(os.getppid())
+        with pytest.raises(SystemExit):
+            _end_with(os.getpid())
+
+    all_at_once(1, begin)
 
 
 TELLING = """
