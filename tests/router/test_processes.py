@@ -82,13 +82,25 @@ async def processes(*arguments: str, **environment: str) -> AsyncIterator[Proces
         await process.end()
 
 
+async def all_know(process: Process) -> None:
+    """Waits until every worker knows what every replica serves: until then those that have said so are sent
+    all requests, and retries.
+    """
+    async with aiohttp.ClientSession() as client, asyncio.timeout(20):
+        for admin in process.urls("debug pages on"):
+            while True:
+                async with client.get(f"{admin}/debug/replicas") as page:
+                    if all(replica["model"] for replica in (await page.json())["replicas"]):
+                        break
+
+
 async def spread(url: str, enough: Callable[[], bool]) -> None:
     """Sends requests, each on a connection of its own, until they have come where they should."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
         async with asyncio.timeout(20):
             while not enough():
                 async with client.post(f"{url}/v1/completions", json=BODY) as response:
-                    assert response.status == 200
+                    assert response.status == 200, response.headers
 
 
 async def test_tr03_workers_share_a_port_and_each_traces_as_itself(start_engine: Any, kit: Any) -> None:
@@ -220,6 +232,7 @@ async def test_a_replica_that_fails_is_found_out_once_by_four_workers_and_not_by
     rules = ("--policy", "random", "--eject-after", "5", "--eject-s", "600", "--eject-max-s", "600")
     async with routers("--listen", "127.0.0.1:0", "--workers", "4", *rules, *replicas) as process:
         await kit.wait_until(lambda: len(process.urls("listening on")) == 4, "all listen")
+        await all_know(process)
         await spread(process.urls("listening on")[0], lambda: good.generated == 80)
         assert asked == 5
         assert process.log.count("replica bad is kept from requests") == 1
