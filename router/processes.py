@@ -50,16 +50,16 @@ class Board:
     """
 
     def __init__(self, workers: int, keys: int) -> None:
-        self.loads = Table(workers, shares.MOST_STREAMS, shares.SHAPE)
-        self.keys = Table(workers, keys + MORE_KEYS, doors.SHAPE)
+        self.loads = Table(workers, shares.MOST_STREAMS, shares.SHAPE, "streams")
+        self.keys = Table(workers, keys + MORE_KEYS, doors.SHAPE, "API keys")
         self.pages = Table(workers, 1, "qq")
         self.hints = HintBoard(workers)
         self.retries = Table(workers, 1, retries.SHAPE)
-        self.queues = Table(workers, queue_board.MOST_LINES, queue_board.SHAPE)
+        self.queues = Table(workers, queue_board.MOST_LINES, queue_board.SHAPE, "lines of the queue")
         self.bells = Bells(workers)
         self.seats = SeatBoard()
-        self.speeds = Ledger(shares.MOST_STREAMS, speeds.SHAPE)
-        self.standings = Ledger(standings.MOST_REPLICAS, standings.SHAPE)
+        self.speeds = Ledger(shares.MOST_STREAMS, speeds.SHAPE, "streams")
+        self.standings = Ledger(standings.MOST_REPLICAS, standings.SHAPE, "replicas")
 
     def clear(self, worker: int) -> None:
         """A worker is no more: nothing of it counts any longer. Its hints go by themselves, in seconds; what

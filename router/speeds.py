@@ -32,7 +32,7 @@ class SharedLatency(Latency):
         super().__init__(clock)
         self._ledger = ledger
         self._names: dict[StreamId, bytes] = {}
-        self._version = -1
+        self._version = b""
         self._looked_at = float("-inf")
 
     def each(self, streams: Sequence[StreamId]) -> list[Speed]:
@@ -43,7 +43,7 @@ class SharedLatency(Latency):
         if not says_something(tokens, seconds):
             return
         name = self._name(stream)
-        with self._ledger.mutex:
+        with self._ledger.alone():
             record = self._ledger.get(name)
             seen = [(tokens, seconds), *([] if record is None else _observations(record))][:WINDOW]
             speed = line(seen, self._typical.overhead_s)
@@ -58,7 +58,7 @@ class SharedLatency(Latency):
             )
 
     def forget(self, stream: StreamId) -> None:
-        with self._ledger.mutex:
+        with self._ledger.alone():
             self._ledger.drop(self._name(stream))
         self._names.pop(stream, None)
         super().forget(stream)

@@ -84,7 +84,7 @@ class SharedStandings:
         self.worker = number + 1
 
     def alone(self) -> AbstractContextManager[None]:
-        return self._ledger.mutex
+        return self._ledger.alone()
 
     def __len__(self) -> int:
         return len(self._ledger)
@@ -112,7 +112,7 @@ def let_go(ledger: Ledger, number: int) -> None:
             record = replace(record, trying=NOBODY)
         return astuple(record)
 
-    with ledger.mutex:
+    with ledger.alone():
         ledger.change(freed)
 
 

@@ -115,7 +115,7 @@ def test_of_requests_that_come_to_several_workers_at_the_same_instant_a_key_lets
     None
 ):
     table, counts = Table(4, 2, SHAPE), Ledger(8, "qq")
-    table.mutex, counts.mutex = patient_mutex(), patient_mutex()
+    table.mutex, counts.table.mutex = patient_mutex(), patient_mutex()
     at_once = KeySpec("at once", b"", concurrency=3000)
     by_rate = KeySpec("by rate", b"", rate=3000.0)
 
@@ -123,7 +123,7 @@ def test_of_requests_that_come_to_several_workers_at_the_same_instant_a_key_lets
         row = table.row(number)
         allowances = [Allowance(spec, lambda: 1.0, row) for spec in (at_once, by_rate)]
         entered = [sum(may_enter(allowance) for _ in range(3000)) for allowance in allowances]
-        with counts.mutex:
+        with counts.alone():
             counts.put(str(number).encode(), *entered)
 
     all_at_once(4, enter)

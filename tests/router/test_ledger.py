@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,11 +54,11 @@ def test_every_process_reads_and_changes_what_another_has_written() -> None:
 
 def test_none_is_lost_of_what_processes_write_at_once() -> None:
     ledger = Ledger(64, "q")
-    ledger.mutex = patient_mutex()
+    ledger.table.mutex = patient_mutex()
 
     def write(number: int) -> None:
         for step in range(2000):
-            with ledger.mutex:
+            with ledger.alone():
                 ledger.put(b"own %d" % number, step)
                 (count,) = ledger.get(b"all") or (0,)
                 ledger.put(b"all", count + 1)
@@ -71,3 +74,33 @@ def test_none_is_lost_of_what_processes_write_at_once() -> None:
 def test_fields_are_of_eight_bytes() -> None:
     with pytest.raises(ValueError, match="fields are q or d"):
         Ledger(1, "qi")
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_worker_that_is_killed_in_the_midst_of_a_change_leaves_nothing_that_stops_the_others(
+    steps: int,
+) -> None:
+    ledger = Ledger(2, "q")
+
+    def change(_: int) -> None:
+        heads, set_head = iter(range(steps)), ledger.table.set_head
+
+        def fatal(which: int, number: int, count: int) -> None:
+            if next(heads, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            set_head(which, number, count)
+
+        ledger.table.set_head = fatal  # type: ignore[method-assign]
+        with ledger.alone():
+            ledger.put(b"a", 1)
+            ledger.drop(b"a")
+            ledger.put(b"b", 2)
+
+    all_at_once(1, change)
+    for name in (b"a", b"b"):
+        with ledger.alone():
+            ledger.put(name, 3)
+    assert sorted(ledger.each()) == [(3,), (3,)]
+    for name in (b"a", b"b"):
+        ledger.drop(name)
+    assert len(ledger) == 0

@@ -246,12 +246,12 @@ def test_of_processes_that_would_try_a_replica_at_the_same_instant_one_does() ->
     for number in range(500):
         SharedStandings(ledger, 0).put(str(number), Record(ejected=True))
     claimed = Ledger(64, "q")
-    ledger.mutex, claimed.mutex = patient_mutex(), patient_mutex()
+    ledger.table.mutex, claimed.table.mutex = patient_mutex(), patient_mutex()
 
     def claim(number: int) -> None:
         outliers = Outliers(RULES, lambda: 500, rig.chance, standings=SharedStandings(ledger, number))
         won = sum(outliers.chosen(str(name)) for name in range(500))
-        with claimed.mutex:
+        with claimed.alone():
             claimed.put(str(number).encode(), won)
 
     all_at_once(4, claim)

@@ -124,7 +124,7 @@ def test_what_a_worker_that_died_had_in_flight_counts_no_more() -> None:
 
 def test_of_workers_that_would_take_the_last_places_at_the_same_instant_as_many_do_as_there_are() -> None:
     table, taken = Table(4, MOST_STREAMS, SHAPE), Ledger(8, "q")
-    table.mutex, taken.mutex = patient_mutex(), patient_mutex()
+    table.mutex, taken.table.mutex = patient_mutex(), patient_mutex()
 
     def take(number: int) -> None:
         load, booked = Load(shares=BoardShares(table.row(number))), 0
@@ -132,7 +132,7 @@ def test_of_workers_that_would_take_the_last_places_at_the_same_instant_as_many_
             with contextlib.suppress(FullError):
                 load.reserve(A, 10, most=500)
                 booked += 1
-        with taken.mutex:
+        with taken.alone():
             taken.put(str(number).encode(), booked)
 
     all_at_once(4, take)

@@ -60,7 +60,7 @@ def test_workers_learn_together_what_one_learns_alone(steps: list[Any]) -> None:
 def test_another_process_knows_what_was_learned_and_so_does_one_that_is_started_later() -> None:
     clock = Clock()
     (here, *_), ledger = workers_of(clock)
-    ledger.mutex = patient_mutex()
+    ledger.table.mutex = patient_mutex()
     assert here.each([A])[0].s_per_token == COLD_S_PER_TOKEN
 
     def learn(number: int) -> None:
