@@ -157,14 +157,27 @@ class Decider:
             streams = [stream for replica in fleet.usable() for stream in replica.streams()]
         if failed:
             streams = [stream for stream in streams if stream[0] not in failed]
-        # A rank that nobody has is for the engine to refuse, as it does without us.
-        if plan.rank is not None and plan.rank in fleet.ranks(plan.model):
-            streams = [s for s in streams if s[1] == plan.rank]
+        rank = self._rank(plan)
+        if rank is not None:
+            streams = [s for s in streams if s[1] == rank]
         if plan.picked is not None and plan.picked.pin is not None:
             streams = [s for s in streams if plan.picked.pin in (s, s[0])]
         if not streams:
             raise _no_replica(fleet, plan, failed)
         return streams
+
+    def line(self, plan: Plan) -> tuple[str | None, int | None, StreamId | str | None]:
+        """The same for requests that can go to the same replicas: so the number of lines is that of what the
+        fleet has, whatever clients make up.
+        """
+        model = plan.model if self._fleet.knows(plan.model) else None
+        return model, self._rank(plan), plan.picked.pin if plan.picked else None
+
+    def _rank(self, plan: Plan) -> int | None:
+        """The rank that is asked for. One that nobody has is for the engine to refuse, as it does without
+        us.
+        """
+        return plan.rank if plan.rank is not None and plan.rank in self._fleet.ranks(plan.model) else None
 
     def _turn(self, plan: Plan, attempt: int) -> int:
         # Models that nobody serves share one count: the book must not grow with what clients make up.

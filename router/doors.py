@@ -114,6 +114,16 @@ class Allowance:
         self.running -= 1
         self._tell()
 
+    @property
+    def counts(self) -> bool:
+        """Whether there is something of it that has to be remembered."""
+        return self.running > 0 or self._used_until > self._clock()
+
+    def forget(self) -> None:
+        """Frees the place of the key for another one."""
+        if self._row is not None:
+            self._row.drop(self._name)
+
     def _together(self) -> tuple[int, float]:
         """Requests at once, and until when the rate is used up, over all workers."""
         running, used_until = self.running, self._used_until
@@ -155,6 +165,9 @@ class Doors:
         of its key, also of one that is taken out and comes back.
         """
         self._allowances = [self._allowance_of(key) for key in keys]
+        named = {allowance.spec.name for allowance in self._allowances}
+        for name in [name for name, old in self._by_name.items() if name not in named and not old.counts]:
+            self._by_name.pop(name).forget()
 
     def _allowance_of(self, key: KeySpec) -> Allowance:
         allowance = self._by_name.get(key.name)

@@ -18,7 +18,9 @@ SHAPE = "qqqdqqdqd"
 """The worker, how many wait; priority, arrival and number of the first; of the last; when it last looked."""
 MOST_LINES = 1024
 ASLEEP_S = 4 * LOOK_S
-"""A first that has not looked for room for so long is of a worker that hangs, and passed over."""
+"""A line whose first has not looked for room for so long is of a worker that hangs: it is passed over, and
+nobody waits for it to give way.
+"""
 
 
 class SharedQueue:
@@ -33,7 +35,7 @@ class SharedQueue:
         self._clock = clock
         self._version = b""
         self._waiting: dict[int, int] = {}
-        self._last: Place | None = None
+        self._lasts: list[tuple[Place, float]] = []
 
     def alone(self) -> AbstractContextManager[None]:
         return self._row.alone()
@@ -59,7 +61,7 @@ class SharedQueue:
     def first(self, line: Hashable) -> Place | None:
         if not self._look():
             return None
-        awake = self._clock() - ASLEEP_S
+        awake = self._awake()
         found = [
             Place(priority, came_at, int(worker), int(number))
             for worker, _, priority, came_at, number, *_, looked_at in self._row.others(_name(line))
@@ -72,23 +74,25 @@ class SharedQueue:
 
     def last(self) -> Place | None:
         self._look()
-        return self._last
+        awake = self._awake()
+        return max((place for place, looked_at in self._lasts if looked_at >= awake), default=None)
 
     def ring(self, worker: int | None = None) -> None:
         for one in self._look() if worker is None else (worker,):
             self._bells.ring(one)
 
+    def _awake(self) -> float:
+        """Who has looked for room since then does not hang."""
+        return self._clock() - ASLEEP_S
+
     def _look(self) -> dict[int, int]:
         """How many wait in each of the other workers, where any do."""
         version = self._row.version()
         if version != self._version:
-            self._version, self._last = version, None
-            waiting: dict[int, int] = {}
-            for worker, count, _, _, _, priority, came_at, number, _ in self._row.every():
-                waiting[worker] = waiting.get(worker, 0) + count
-                last = Place(priority, came_at, worker, number)
-                self._last = last if self._last is None else max(self._last, last)
-            self._waiting = waiting
+            self._version, self._waiting, self._lasts = version, {}, []
+            for worker, count, _, _, _, priority, came_at, number, looked_at in self._row.every():
+                self._waiting[worker] = self._waiting.get(worker, 0) + count
+                self._lasts.append((Place(priority, came_at, worker, number), looked_at))
         return self._waiting
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -22,6 +23,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,127}")
 _FIELDS = ("events", "replay", "ranks", "topic", "model", "block-size", "key")
 _MAX_RANKS = 1024
 _SHAPE = "write NAME=URL[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,ranks=N][,topic=T][,model=M][,block-size=N][,key=env:NAME|file:PATH]"
+
+
+@lru_cache(1 << 13)
+def stream_name(stream: StreamId) -> bytes:
+    """What a stream is called in memory that workers share."""
+    return f"{stream[0]}\0{stream[1]}".encode("utf-8", "surrogatepass")
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):

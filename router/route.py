@@ -209,8 +209,7 @@ class Route:
 
     async def _find_room(self, plan: Plan, journey: Journey, span: Span) -> Exchange:
         """The choice, when it is the request's turn."""
-        pin = plan.picked.pin if plan.picked else None
-        line = (plan.model if self._fleet.knows(plan.model) else None, plan.rank, pin)
+        line = self._decider.line(plan)
         try:
             return await self._waitlist.take(line, plan.priority, lambda: self._choose(plan, journey, span))
         except SaturatedError as error:

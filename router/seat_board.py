@@ -14,7 +14,7 @@ from collections.abc import Callable, Set
 
 from xxhash import xxh3_64_intdigest
 
-from router.replicas import StreamId
+from router.replicas import StreamId, stream_name
 from router.seats import SEAT_FOR_S
 
 BUCKETS = 1 << 16
@@ -96,4 +96,4 @@ class SharedSeats:
 
 
 def _hash_of(stream: StreamId) -> int:
-    return xxh3_64_intdigest(f"{stream[0]}\0{stream[1]}".encode("utf-8", "surrogatepass"))
+    return xxh3_64_intdigest(stream_name(stream))

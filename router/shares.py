@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from router.board import Row
 from router.mutex import Mutex
-from router.replicas import StreamId
+from router.replicas import StreamId, stream_name
 from router.stream_load import IDLE, NEVER, NO_SHARE, Share, StreamLoad
 
 SHAPE = "qqqqqdqd"
@@ -19,7 +19,6 @@ class BoardShares:
 
     def __init__(self, row: Row) -> None:
         self._row = row
-        self._names: dict[StreamId, bytes] = {}
         self._sums: dict[StreamId, Share] = {}
         self._version = b""
 
@@ -27,7 +26,7 @@ class BoardShares:
         """Writes what this worker has at the stream; a stream without room is logged and left out."""
         load = share.load
         self._row.put(
-            self._name(stream),
+            stream_name(stream),
             load.requests,
             load.prefill_tokens,
             load.decoding,
@@ -55,11 +54,10 @@ class BoardShares:
 
     def forget(self, stream: StreamId) -> None:
         """Frees the stream's place in this worker's row."""
-        self._row.drop(self._name(stream))
-        self._names.pop(stream, None)
+        self._row.drop(stream_name(stream))
 
     def _sum(self, stream: StreamId) -> Share:
-        found = self._row.others(self._name(stream))
+        found = self._row.others(stream_name(stream))
         if not found:
             return NO_SHARE
         requests = tokens = decoding = sent = sent_tokens = first_tokens = 0
@@ -75,9 +73,3 @@ class BoardShares:
                 joined, first_tokens = fields[5], fields[6]
         load = StreamLoad(requests, tokens, decoding) if requests else IDLE
         return Share(load, sent, sent_tokens, joined, first_tokens, left)
-
-    def _name(self, stream: StreamId) -> bytes:
-        name = self._names.get(stream)
-        if name is None:
-            name = self._names[stream] = f"{stream[0]}\0{stream[1]}".encode("utf-8", "surrogatepass")
-        return name

@@ -13,7 +13,7 @@ from typing import Any
 
 from router.latency import WINDOW, Latency, Learned, Speed, line, says_something
 from router.ledger import Ledger
-from router.replicas import StreamId
+from router.replicas import StreamId, stream_name
 
 SHAPE = "ddqd" + "qd" * WINDOW
 """On the workers' ledger, of each stream: its line, how many observations there are and when the last one was
@@ -31,7 +31,7 @@ class SharedLatency(Latency):
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(clock)
         self._ledger = ledger
-        self._names: dict[StreamId, bytes] = {}
+        self._asked: set[StreamId] = set()
         self._version = b""
         self._looked_at = float("-inf")
 
@@ -42,7 +42,7 @@ class SharedLatency(Latency):
     def observe(self, stream: StreamId, tokens: int, seconds: float) -> None:
         if not says_something(tokens, seconds):
             return
-        name = self._name(stream)
+        name = stream_name(stream)
         with self._ledger.alone():
             record = self._ledger.get(name)
             seen = [(tokens, seconds), *([] if record is None else _observations(record))][:WINDOW]
@@ -59,34 +59,27 @@ class SharedLatency(Latency):
 
     def forget(self, stream: StreamId) -> None:
         with self._ledger.alone():
-            self._ledger.drop(self._name(stream))
-        self._names.pop(stream, None)
+            self._ledger.drop(stream_name(stream))
+        self._asked.discard(stream)
         super().forget(stream)
 
     def _look(self, streams: Sequence[StreamId]) -> None:
         """Reads what is known, where it has changed, ten times a second at most; and for streams that are new
         here.
         """
-        version, more = self._ledger.version(), len(streams) > len(self._names)
+        version, more = self._ledger.version(), len(streams) > len(self._asked)
         if version == self._version and not more:
             return
         now = self._clock()
         if now - self._looked_at < LOOK_S and not more:
             return
         self._version, self._looked_at = version, now
-        for stream in streams:
-            self._name(stream)
-        records = ((stream, self._ledger.get(name)) for stream, name in self._names.items())
+        self._asked.update(streams)
+        records = ((stream, self._ledger.get(stream_name(stream))) for stream in self._asked)
         self._learned = {stream: _learned(record) for stream, record in records if record is not None}
         self._unlike = {}
         if self._learned:
             self._compare()
-
-    def _name(self, stream: StreamId) -> bytes:
-        name = self._names.get(stream)
-        if name is None:
-            name = self._names[stream] = f"{stream[0]}\0{stream[1]}".encode("utf-8", "surrogatepass")
-        return name
 
 
 def _learned(record: tuple[Any, ...]) -> Learned:

@@ -47,7 +47,7 @@ class Elsewhere(Protocol):
         """How many wait there."""
 
     def last(self) -> Place | None:
-        """The least important of all that wait there."""
+        """The least important that waits there, of workers that look for room."""
 
     def ring(self, worker: int | None = None) -> None:
         """Has a worker look again; without a number, all in which any wait."""

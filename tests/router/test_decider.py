@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from router.board import Table
@@ -140,3 +141,11 @@ def test_the_retries_of_all_workers_have_one_budget() -> None:
     assert not one.has_room
     one.retry(begins=False)
     assert one.has_room
+
+
+async def test_requests_that_can_go_to_the_same_replicas_wait_in_one_line_whatever_rank_they_make_up(
+    workers: Any,
+) -> None:
+    one, _, _ = workers
+    assert one.decider.line(msgspec.structs.replace(PLAN, rank=77)) == one.decider.line(PLAN)
+    assert one.decider.line(msgspec.structs.replace(PLAN, rank=0)) != one.decider.line(PLAN)

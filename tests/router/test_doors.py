@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from router.board import Table
 from router.credential import credential
-from router.doors import SHAPE, Allowance, KeySpec, parse_key, parse_keys
+from router.doors import SHAPE, Allowance, Doors, KeySpec, parse_key, parse_keys
 from router.errors import RefusedError, SettingsError
 from router.ledger import Ledger
 from router.settings import UPSTREAM_CLIENTS, RouterSettings
@@ -109,6 +109,37 @@ def test_a_keys_limits_are_the_same_over_several_workers_as_over_one(
         elif workers[worker].running:
             workers[worker].leave()
             one.leave()
+
+
+def test_keys_that_are_gone_leave_their_places_to_others_when_nothing_of_them_counts_any_more() -> None:
+    now, table = 100.0, Table(2, 2, SHAPE)
+    one, two = (Doors((), "p", lambda: now, table.row(number)) for number in range(2))
+
+    def follow(*names: str) -> None:
+        for doors in (one, two):
+            doors.follow([KeySpec(name, hashlib.sha256(name.encode()).digest(), 1.0, 1) for name in names])
+
+    def key(doors: Doors, name: str) -> Allowance:
+        return doors.allowance({"X-Api-Key": name})
+
+    follow("running", "used")
+    running = key(one, "running")
+    running.enter()
+    key(one, "used").enter()
+    key(one, "used").leave()
+    follow()
+    follow("running", "used")
+    assert not may_enter(key(two, "running"))
+    assert not may_enter(key(two, "used"))
+    now += 10.0
+    running.leave()
+    follow()
+    for number in range(5):
+        follow(str(number))
+        assert may_enter(key(one, str(number)))
+        assert not may_enter(key(two, str(number)))
+        key(one, str(number)).leave()
+        now += 10.0
 
 
 def test_of_requests_that_come_to_several_workers_at_the_same_instant_a_key_lets_in_as_many_as_to_one() -> (

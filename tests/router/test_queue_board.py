@@ -170,6 +170,23 @@ async def test_nobody_waits_for_the_first_of_a_worker_that_is_gone_or_hangs() ->
         await house.close()
 
 
+async def test_the_limit_holds_also_while_those_who_should_give_way_are_of_a_worker_that_hangs() -> None:
+    clock = Clock()
+    house = House(clock, 2, 2)
+    for who in ("one", "two"):
+        house.comes(0, who, "m", 5)
+        await settle()
+    # From here on nothing runs in worker 0.
+    house.lists[0]._wake = house.lists[0]._give_way = lambda: None  # type: ignore[method-assign]
+    clock.now += ASLEEP_S + 0.1
+    for who in ("three", "four"):
+        house.comes(1, who, "m", 0)
+        await settle()
+    assert house.ended == [("three", "queue full"), ("four", "queue full")]
+    assert house.lists[1].together == 2
+    await house.close()
+
+
 async def test_one_that_is_the_last_of_too_many_by_the_time_that_it_has_joined_is_refused() -> None:
     class Crowd(Nowhere):
         """Better ones that come to another worker as soon as somebody waits here."""
