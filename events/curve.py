@@ -131,7 +131,8 @@ def write_pair(stem: Path) -> tuple[Path, Path]:
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
                 file.write(text)
     except OSError as error:
-        raise CurveError(f"cannot write {error.filename}: {error.strerror}") from error
+        fix = "; give another NAME, or take it away first" if isinstance(error, FileExistsError) else ""
+        raise CurveError(f"cannot write {error.filename}: {error.strerror}{fix}") from error
     return paths
 
 

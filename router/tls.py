@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from typing import Any
 
@@ -63,6 +64,10 @@ def client_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSL
 
 
 def _load_chain(context: ssl.SSLContext, what: str, cert: str, key: str | None) -> None:
+    for path in (cert, key):
+        # OpenSSL does not say which of the two it could not read.
+        if path is not None and not os.access(path, os.R_OK):
+            raise SettingsError(f"{what} {cert}: cannot read {path}; give a PEM file that this user may read")
     try:
         context.load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:

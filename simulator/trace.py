@@ -82,7 +82,9 @@ def _requests(path: Path, lines: Iterable[bytes]) -> Iterable[Traced]:
         try:
             line = decoder.decode(text)
         except msgspec.MsgspecError as error:
-            raise TraceError(f"{path}, line {number}: {error}; a Mooncake trace is needed") from error
+            raise TraceError(
+                f"{path}, line {number}: {error}; a Mooncake trace or a file of `warmroute record` is needed"
+            ) from error
         if line.input_length < 1 or len(line.hash_ids) != -(-line.input_length // BLOCK_TOKENS):
             raise TraceError(
                 f"{path}, line {number}: {len(line.hash_ids)} hash_ids for {line.input_length} tokens; "
