@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from events.logs import Throttled
 from indexer.client import IndexerClient
 from indexer.errors import IndexerAnswerError, IndexerClientError, MapError, MapMissingError
 from indexer.reader import Matched
@@ -70,6 +71,7 @@ class MapLookup:
         self._retry_at = float("-inf")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="map-reader")
         self._busy = 0
+        self._throttled = Throttled(log)
 
     async def match(
         self, model: str, tokens: array[int], lora_name: str | None, cache_salt: str | None
@@ -145,6 +147,7 @@ class MapLookup:
 
     def _failed(self, code: str, error: Exception) -> LookupFailedError:
         self._retry_at = self._clock() + REOPEN_S
+        self._throttled.warning(str(error), "the map cannot be read: %s", error)
         self._failure = LookupFailedError(code, str(error))
         return self._failure
 

@@ -57,13 +57,17 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Reader:
 
 
 async def test_a_map_that_is_not_there_yet_is_opened_when_it_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
     lookup = MapLookup(tmp_path / "map", timeout_s=5, clock=clock)
-    with pytest.raises(LookupFailedError) as caught:
-        await lookup.match("m", SHORT, None, None)
-    assert caught.value.code == "map-missing"
+    for _ in range(2):
+        with pytest.raises(LookupFailedError) as caught:
+            await lookup.match("m", SHORT, None, None)
+        assert caught.value.code == "map-missing"
+        clock.now += REOPEN_S
+    clock.now -= REOPEN_S
+    assert [f"no map in {tmp_path / 'map'} yet" in each.getMessage() for each in caplog.records] == [True]
     monkeypatch.setattr(MapReader, "open", classmethod(lambda cls, path: Reader()))
     with pytest.raises(LookupFailedError):
         await lookup.match("m", SHORT, None, None)
