@@ -194,8 +194,10 @@ def parse(body: bytes, shape: type[Body]) -> Body:
 
 
 def answer(body: Any, status: int = 200) -> web.Response:
-    """A JSON response."""
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+    """A JSON response, of one line that ends: some are read in a terminal."""
+    return web.Response(
+        body=msgspec.json.encode(body) + b"\n", status=status, content_type="application/json"
+    )
 
 
 @web.middleware
@@ -204,7 +206,11 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return answer({"error": f"{error.reason}: {request.method} {request.path}"}, error.status)
+        told = f"{error.reason}: {request.method} {request.path}"
+        if error.status == 404:
+            here = sorted({resource.canonical for resource in request.app.router.resources()})
+            told += f"; here are {', '.join(here)}"
+        return answer({"error": told}, error.status)
     except UnknownInstanceError as error:
         return answer({"error": str(error)}, 404)
     except RegistrationError as error:

@@ -225,4 +225,5 @@ def _decisions(page: bytes | None) -> list[dict[str, Any]]:
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    return web.Response(body=_encode(value), status=status, content_type="application/json")
+    # The line ends, for those who read it in a terminal.
+    return web.Response(body=_encode(value) + b"\n", status=status, content_type="application/json")

@@ -240,6 +240,7 @@ async def test_what_is_unknown_is_404(two: Api) -> None:
         status, answer = await two.call("POST", path, body)
         assert status == 404
         assert isinstance(answer["error"], str)
+    assert answer["error"].startswith("Not Found: POST /nowhere; here are /debug/")
     status, answer = await two.call("GET", "/query")
     assert (status, list(answer)) == (405, ["error"])
 
