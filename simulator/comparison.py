@@ -19,6 +19,8 @@ SHOW_EVERY = 100
 SHOW_AFTER_S = 2.0
 BLIND = ("least-loaded", "round-robin", "random")
 """Policies that look at no cache: what the others are measured against."""
+ALIKE = 1.01
+"""Mean TTFT against the shortest, up to which policies are told apart by what they leave to compute."""
 WORTH = 0.95
 """A policy that leaves more than this share of the prompt tokens to compute, and of the mean TTFT, gains
 nothing that one would notice.
@@ -75,8 +77,8 @@ def verdict(results: dict[str, Replayed]) -> list[str]:
     small for any of it to count.
     """
     said = []
-    blind = _quickest({name: one for name, one in results.items() if name in BLIND})
-    aware = _quickest({name: one for name, one in results.items() if name not in (*BLIND, POOLED)})
+    blind = _best({name: one for name, one in results.items() if name in BLIND})
+    aware = _best({name: one for name, one in results.items() if name not in (*BLIND, POOLED)})
     if blind and aware:
         said.append(_comparison(aware, results[aware], blind, results[blind]))
     drowned = [name for name, one in results.items() if one.busy > 1]
@@ -89,8 +91,11 @@ def verdict(results: dict[str, Replayed]) -> list[str]:
     return said
 
 
-def _quickest(results: dict[str, Replayed]) -> str | None:
-    return min(results, key=lambda name: results[name].ttft_mean_s, default=None)
+def _best(results: dict[str, Replayed]) -> str | None:
+    """The one with the shortest mean TTFT; of those that are as good as that, the one with most hits."""
+    shortest = min((one.ttft_mean_s for one in results.values()), default=0.0)
+    alike = [name for name, one in results.items() if one.ttft_mean_s <= ALIKE * shortest]
+    return max(alike, key=lambda name: results[name].hit_rate, default=None)
 
 
 def _comparison(aware: str, one: Replayed, blind: str, other: Replayed) -> str:

@@ -77,6 +77,8 @@ def test_what_gains_nothing_is_said_to_be_not_worth_it() -> None:
     assert alike[0].startswith("Not worth it here: cache-aware leaves 0.99 times the prompt tokens of random")
     for gains in (numbers(0.6, 0.98), numbers(0.31, 0.5)):
         assert verdict({"cache-aware": gains, "random": numbers(0.3, 1)})[0].startswith("cache-aware leaves")
+    even = {"lowest-ttft": numbers(0.38, 0.998), "cache-aware": numbers(0.4, 1.0), "random": numbers(0.1, 2)}
+    assert verdict(even)[0].startswith("cache-aware leaves 0.67 times the prompt tokens of random")
     assert verdict({"cache-aware": numbers(0.9, 1), "pooled": numbers(1, 1)}) == []
     assert verdict({"session": numbers(1, 1), "random": numbers(1, 1)})[0].startswith("Not worth it here")
 
