@@ -14,6 +14,7 @@ import re
 import signal
 import tomllib
 import types
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -44,9 +45,11 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "engine": EngineSettings,
 }
 PREFIX = "WARMROUTE_"
+SHOWS_SOURCES = "`warmroute config` shows the sources"
 CURVE_FIELDS = ("curve_key", "curve_server", "curve_client")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+WORKER_LOG_FORMAT = "%(asctime)s %(levelname)s worker {number} %(name)s: %(message)s"
 SOURCES = {"DEFAULT": "default", "DEFAULT_MAP": "config file", "ENVIRONMENT": "environment"}
 
 Config = msgspec.defstruct(
@@ -165,9 +168,28 @@ def _settings(name: str, values: dict[str, Any]) -> Any:
     try:
         settings: Any = msgspec.convert(values, SECTIONS[name])
         settings.check()
-    except (msgspec.ValidationError, *ERRORS) as error:
-        raise StartError(f"{name} settings: {error}; `warmroute config` shows the sources") from error
+    except msgspec.ValidationError as error:
+        raise StartError(f"{name} settings: {_as_flag(str(error), values)}; {SHOWS_SOURCES}") from error
+    except ERRORS as error:
+        raise StartError(f"{name} settings: {error}; {SHOWS_SOURCES}") from error
     return settings
+
+
+def _as_flag(error: str, values: dict[str, Any]) -> str:
+    """A validation error as one who wrote a flag reads it: with the flag and its value, not msgspec's path.
+
+    ``Expected `int` >= 1 - at `$.workers` `` becomes ``--workers 0: Expected `int` >= 1``.
+    """
+    problem, _, path = error.partition(" - at `$.")
+    place = re.match(r"([a-z_]+)(?:\[(\d+)\])?(.*)`", path)
+    if place is None:
+        return error
+    field, index, inner = place.groups()
+    value = values[field] if index is None else values[field][int(index)]
+    shown = json.dumps(value) if isinstance(value, dict) else value
+    within = f" at `{inner.lstrip('.')}`" if inner else ""
+    meant = _hint(error.replace("`$.", "`$.router."), {}) if index is not None else ""
+    return f"--{field.replace('_', '-')} {shown}: {problem}{within}{meant}"
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -419,7 +441,9 @@ def router(context: click.Context, /, **values: Any) -> None:
 
 
 def _work(worker: Worker, values: dict[str, Any], more: dict[str, Any]) -> None:
-    """One of several router processes."""
+    """One of several router processes. All write to one log, so each of its lines says whose it is."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter(WORKER_LOG_FORMAT.format(number=worker.number)))
     try:
         _run("router.service", "router", values, worker=worker, **more)
     except StartError as error:
@@ -564,7 +588,12 @@ def _print_findings(findings: list[Any]) -> None:
         if finding.fix and finding.level != "ok":
             told.append(f"\n-> {finding.fix}", "bold")
         table.add_row(marks[finding.level], Text(finding.of), Text(finding.check), told)
-    _console().print(table)
+    console = _console(highlight=False)
+    console.print(table)
+    counts = Counter(finding.level for finding in findings)
+    console.print(
+        ", ".join(f"{counts[level]} {level}" for level in ("bad", "warning", "ok") if counts[level])
+    )
 
 
 @main.command()
@@ -577,7 +606,7 @@ def _print_findings(findings: list[Any]) -> None:
 @settings_options(IndexerSettings, CURVE_FIELDS)
 @settings_options(RouterSettings)
 def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
-    """Records events and requests, for `warmroute verify`.
+    """Records requests and events, for `reuse`, `replay` and `verify`.
 
     A router that writes down: send requests to --listen, end with Ctrl-C. The file holds prompts, answers and
     tokens as they are, whatever the policy; only its owner may read it (mode 0600).
@@ -592,9 +621,12 @@ def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
         raise StartError(str(error)) from error
     counts = f"{done.events} event batches, {done.requests} requests, {done.checkable} of them checkable"
     click.echo(f"{output}: {counts}", err=True)
-    click.echo(
-        "check them with `warmroute verify`, see what breaks their reuse with `warmroute reuse`", err=True
-    )
+    if done.requests:
+        click.echo(
+            f"next: `warmroute reuse {output}` says what can be gained, `warmroute replay {output}` compares "
+            f"policies, `warmroute verify {output}` checks the index",
+            err=True,
+        )
     if done.lost:
         raise StartError(f"{done.lost} lines could not be written to {output}")
 
@@ -820,6 +852,7 @@ def replay(
 @click.pass_context
 def config(context: click.Context, as_json: bool) -> None:
     """Prints the settings in effect, and where each comes from."""
+    from rich import box  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
     rows = []
@@ -836,16 +869,24 @@ def config(context: click.Context, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows))
         return
-    table = Table()
-    for name in ("setting", "value", "from"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for name in ("value", "from"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        value = row["value"]
-        shown = (
-            "\n".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-        )
-        table.add_row(row["setting"], shown, row["source"])
-    _console(markup=False).print(table)
+        # What somebody has set stands out from some ninety settings that nobody touched.
+        style = "dim" if row["source"] == SOURCES["DEFAULT"] else None
+        table.add_row(row["setting"], _as_written(row["value"]), row["source"], style=style)
+    _console(markup=False, highlight=False).print(table)
+
+
+def _as_written(value: Any) -> str:
+    """A setting's value as a flag takes it; nothing for one that is not set."""
+    if isinstance(value, tuple):
+        return "\n".join(map(_as_written, value))
+    if value is None:
+        return ""
+    return json.dumps(value) if isinstance(value, bool | dict) else str(value)
 
 
 def run() -> None:

@@ -79,6 +79,19 @@ def test_what_a_command_does_is_not_cut_short_in_the_list_of_commands() -> None:
     assert "..." not in said.partition("Commands:")[2]
 
 
+def test_config_shows_values_as_they_are_written_and_settings_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("WARMROUTE_ROUTER_RULE", '[{"name": "x", "policy": "random"}]')
+    run(["config"], monkeypatch)
+    said = capsys.readouterr().out
+    assert re.search(r"router.forwarded +true +default", said)
+    assert re.search(r'router.rule +{"name": "x", "policy": +environment', said)
+    assert "router.tokenizer_check_interval_s" in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
 def test_a_long_value_is_shown_whole_by_config(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +139,14 @@ def test_a_bad_config_file_is_refused_in_a_line_with_the_key_what_may_be_meant_a
         (["router", "--policy", "nope"], "nope"),
         (["router", "--replica", "bogus"], "bogus"),
         (["indexer", "--listen", "nowhere"], "--listen"),
-        (["indexer", "--map-size", "1"], "map_size"),
+        (["indexer", "--map-size", "1"], "--map-size 1: Expected `int` >= 1048576"),
+        (["router", "--workers", "0"], "--workers 0: Expected `int` >= 1"),
+        (["router", "--rule", '{"name": "x", "polcy": "y"}'], "`polcy`; is 'policy' meant?"),
+        (
+            ["router", "--rule", '{"name": "x"}'],
+            '--rule {"name": "x"}: Object missing required field `policy`',
+        ),
+        (["router", "--rule", '{"name": 3, "policy": "y"}'], "got `int` at `name`"),
         (["engine", "--prefill-rate", "nan"], "prefill_rate"),
         (["engine", "--blocks", "1"], "blocks"),
         (["engine", "--events", "tcp://*:99999"], "events tcp://*:99999"),

@@ -385,6 +385,7 @@ async def test_a_worker_that_cannot_start_ends_them_all(tmp_path: Path) -> None:
             assert await process.process.wait() == 2
     assert "gone.pem" in process.log
     assert "could not start" in process.log
+    assert re.search(r"WARNING worker [01] router.assembly: no replica is configured", process.log)
     assert "Traceback" not in process.log
 
 
