@@ -47,6 +47,8 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 PREFIX = "WARMROUTE_"
 SHOWS_SOURCES = "`warmroute config` shows the sources"
 CURVE_FIELDS = ("curve_key", "curve_server", "curve_client")
+RECORD_FIELDS = tuple(name for name in RouterSettings.__struct_fields__ if name != "workers")
+"""One process writes a recording."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 WORKER_LOG_FORMAT = "%(asctime)s %(levelname)s worker {number} %(name)s: %(message)s"
@@ -92,14 +94,42 @@ def _told(error: click.UsageError) -> str:
 def settings_options(section: type[msgspec.Struct], only: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """A click option for each field of a settings struct, or for those named alone."""
     hints = get_type_hints(section, include_extras=True)
+    headings: dict[str, str] = getattr(section, "HEADINGS", {})
 
     def decorate(command: Any) -> Any:
-        for field in reversed(msgspec.structs.fields(section)):
+        heading = "Options"
+        options = []
+        for field in msgspec.structs.fields(section):
+            heading = headings.get(field.name, heading)
             if not only or field.name in only:
-                command = _option(field, hints[field.name])(command)
+                options.append(_option(field, hints[field.name], heading))
+        for option in reversed(options):
+            command = option(command)
         return command
 
     return decorate
+
+
+class _Setting(click.Option):
+    """An option that stands below ``heading`` in the help."""
+
+    def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heading = heading
+
+
+class _Grouped(click.Command):
+    """A command with so many settings that its help has headings for them."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        below: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                below.setdefault(getattr(param, "heading", "Options"), []).append(record)
+        for heading, records in below.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 class _Json(click.ParamType):  # type: ignore[type-arg]
@@ -131,7 +161,13 @@ def _is_table(kind: Any) -> bool:
     return get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
 
 
-def _option(field: msgspec.structs.FieldInfo, hint: Any) -> Callable[[Any], Any]:
+def _in_environment(command: str, setting: str) -> str:
+    """What the help says below all settings, instead of the variable's name below each."""
+    name = f"{PREFIX}{command}_{setting}".upper()
+    return f"In the environment each setting is {PREFIX}{command.upper()}_..., such as {name}."
+
+
+def _option(field: msgspec.structs.FieldInfo, hint: Any, heading: str) -> Callable[[Any], Any]:
     kind, help_text = _kind_and_help(hint)
     repeated = get_origin(kind) is tuple
     tables = _is_table(get_args(kind)[0] if repeated else kind)
@@ -147,7 +183,8 @@ def _option(field: msgspec.structs.FieldInfo, hint: Any) -> Callable[[Any], Any]
         multiple=repeated,
         help=help_text,
         show_default=field.default not in (None, ()),
-        show_envvar=True,
+        cls=_Setting,
+        heading=heading,
     )
 
 
@@ -334,7 +371,11 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
         context.default_map = {**tables, "record": routing | keys, "doctor": looked_at | keys}
 
 
-@main.group(invoke_without_command=True, subcommand_metavar="[COMMAND DIR]")
+@main.group(
+    invoke_without_command=True,
+    subcommand_metavar="[COMMAND DIR]",
+    epilog=_in_environment("indexer", "map_size"),
+)
 @settings_options(IndexerSettings)
 @click.pass_context
 def indexer(context: click.Context, /, **values: Any) -> None:
@@ -404,9 +445,10 @@ def compact(folder: Path) -> None:
 @indexer.command()
 @map_folder
 def dump(folder: Path) -> None:
-    """Prints what the map in DIR holds: streams, then blocks with their holders, a line of JSON each.
+    """Prints streams and blocks of the map in DIR as lines of JSON.
 
-    Hashes only, never tokens or salts. The last line counts them.
+    First the streams, then the blocks with their holders. Hashes only, never tokens or salts. The last line
+    counts them.
     """
     from indexer.dump import dump_lines  # noqa: PLC0415
     from indexer.shard_reader import open_map  # noqa: PLC0415
@@ -419,7 +461,7 @@ def dump(folder: Path) -> None:
         raise StartError(str(error)) from error
 
 
-@main.command()
+@main.command(cls=_Grouped, epilog=_in_environment("router", "queue_limit"))
 @settings_options(RouterSettings)
 @click.pass_context
 def router(context: click.Context, /, **values: Any) -> None:
@@ -487,7 +529,7 @@ def keygen(name: Path) -> None:
     click.echo(f"{public}: the public key, for the others\n{secret}: both keys, for {name.name} alone")
 
 
-@main.command()
+@main.command(epilog=_in_environment("engine", "block_size"))
 @settings_options(EngineSettings)
 def engine(**values: Any) -> None:
     """Simulates a vLLM replica without a GPU.
@@ -596,7 +638,7 @@ def _print_findings(findings: list[Any]) -> None:
     )
 
 
-@main.command()
+@main.command(cls=_Grouped, epilog=_in_environment("record", "listen"))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="File to write; must be new.")
 @click.option(
     "--one-at-a-time",
@@ -604,7 +646,7 @@ def _print_findings(findings: list[Any]) -> None:
     help="Hold each request until the one before is done and quiet, so that `verify` can check all of them.",
 )
 @settings_options(IndexerSettings, CURVE_FIELDS)
-@settings_options(RouterSettings)
+@settings_options(RouterSettings, RECORD_FIELDS)
 def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
     """Records requests and events, for `reuse`, `replay` and `verify`.
 

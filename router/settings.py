@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -49,6 +49,19 @@ def parse_tokenizers(lines: Iterable[str]) -> dict[str, str]:
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where to listen, what to route to, and by which policy."""
+
+    HEADINGS: ClassVar[dict[str, str]] = {
+        "listen": "Addresses, workers and keys",
+        "map": "Index and replicas",
+        "policy": "Policies and what they go by",
+        "request_limit_bytes": "Clients",
+        "max_inflight": "Full replicas",
+        "attempts": "Failing replicas",
+        "connect_timeout_s": "Connections to replicas",
+        "tokenize_timeout_s": "Tokens",
+        "shutdown_delay_s": "Going down, and looking in",
+    }
+    """In the help, by the first field that stands below each."""
 
     listen: Annotated[str, Meta(description="Address to serve on, HOST:PORT; port 0 picks a free one.")] = (
         "127.0.0.1:8080"
@@ -107,33 +120,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "asked of the engine."
         ),
     ] = ()
-    policy: Annotated[
-        str,
-        Meta(
-            description="cache-aware, lowest-ttft, prefix-hash, session, least-loaded, round-robin or random."
-        ),
-    ] = "cache-aware"
-    policy_parameters: Annotated[
-        dict[str, Any] | None,
-        Meta(description="Parameters of --policy, as docs/operating.md lists them; as a flag, in JSON."),
-    ] = None
-    rule: Annotated[
-        tuple[Rule, ...],
-        Meta(
-            description="A rule that gives requests by model, path, headers or tenant a policy of their own; "
-            "may be repeated, the first that fits counts. In the file [[router.rule]]; as a flag, in JSON."
-        ),
-    ] = ()
-    tenant_header: Annotated[str, Meta(description="Request header that names the tenant, for rules.")] = (
-        "x-tenant-id"
-    )
-    allow_override: Annotated[
-        bool,
-        Meta(
-            description="Let requests choose: x-warmroute-policy names a policy, x-warmroute-replica a "
-            "replica (NAME or NAME/RANK)."
-        ),
-    ] = False
     replicas_file: Annotated[
         str | None,
         Meta(
@@ -164,6 +150,48 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     discovery_interval_s: Annotated[
         float, Meta(gt=0, description="Between two looks at files and DNS names, seconds.")
     ] = 2.0
+    refresh_interval_s: Annotated[
+        float, Meta(gt=0, description="Between two looks at a replica's models and event sources, seconds.")
+    ] = 30.0
+    policy: Annotated[
+        str,
+        Meta(
+            description="cache-aware, lowest-ttft, prefix-hash, session, least-loaded, round-robin or random."
+        ),
+    ] = "cache-aware"
+    policy_parameters: Annotated[
+        dict[str, Any] | None,
+        Meta(description="Parameters of --policy, as docs/operating.md lists them; as a flag, in JSON."),
+    ] = None
+    rule: Annotated[
+        tuple[Rule, ...],
+        Meta(
+            description="A rule that gives requests by model, path, headers or tenant a policy of their own; "
+            "may be repeated, the first that fits counts. In the file [[router.rule]]; as a flag, in JSON."
+        ),
+    ] = ()
+    tenant_header: Annotated[str, Meta(description="Request header that names the tenant, for rules.")] = (
+        "x-tenant-id"
+    )
+    allow_override: Annotated[
+        bool,
+        Meta(
+            description="Let requests choose: x-warmroute-policy names a policy, x-warmroute-replica a "
+            "replica (NAME or NAME/RANK)."
+        ),
+    ] = False
+    lookup_timeout_s: Annotated[float, Meta(gt=0, description="Time for asking the index, seconds.")] = 0.2
+    poll_interval_s: Annotated[
+        float,
+        Meta(ge=0, description="Between two looks at a replica's own load (/metrics), seconds; 0: never."),
+    ] = 1.0
+    ask_usage: Annotated[
+        bool,
+        Meta(
+            description="Ask engines for the usage of streams (include_usage) to learn from it, and keep "
+            "from clients what they did not ask for."
+        ),
+    ] = True
     request_limit_bytes: Annotated[int, Meta(ge=1, description="Largest request body, bytes.")] = (
         64 * 1024 * 1024
     )
@@ -255,6 +283,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         float,
         Meta(ge=0, description="Time in which a replica that came back grows to a full candidate, seconds."),
     ] = 10.0
+    health_interval_s: Annotated[
+        float, Meta(gt=0, description="Between two health checks of a replica, seconds.")
+    ] = 2.0
+    health_timeout_s: Annotated[float, Meta(gt=0, description="Time for one health check, seconds.")] = 2.0
     connect_timeout_s: Annotated[float, Meta(gt=0, description="Time to connect to a replica, seconds.")] = (
         2.0
     )
@@ -276,7 +308,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "client session, which costs more CPU."
         ),
     ] = "pool"
-    lookup_timeout_s: Annotated[float, Meta(gt=0, description="Time for asking the index, seconds.")] = 0.2
     tokenize_timeout_s: Annotated[
         float, Meta(gt=0, description="Time for tokenising a prompt, here or by an engine, seconds.")
     ] = 2.0
@@ -300,17 +331,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     key_cache_blocks: Annotated[
         int, Meta(ge=0, description="Block keys of prompts kept, in blocks (8 bytes each).")
     ] = 500_000
-    health_interval_s: Annotated[
-        float, Meta(gt=0, description="Between two health checks of a replica, seconds.")
-    ] = 2.0
-    health_timeout_s: Annotated[float, Meta(gt=0, description="Time for one health check, seconds.")] = 2.0
-    poll_interval_s: Annotated[
-        float,
-        Meta(ge=0, description="Between two looks at a replica's own load (/metrics), seconds; 0: never."),
-    ] = 1.0
-    refresh_interval_s: Annotated[
-        float, Meta(gt=0, description="Between two looks at a replica's models and event sources, seconds.")
-    ] = 30.0
     shutdown_delay_s: Annotated[
         float,
         Meta(
@@ -322,13 +342,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grace_s: Annotated[float, Meta(ge=0, description="Time that open answers get at shutdown, seconds.")] = (
         25.0
     )
-    ask_usage: Annotated[
-        bool,
-        Meta(
-            description="Ask engines for the usage of streams (include_usage) to learn from it, and keep "
-            "from clients what they did not ask for."
-        ),
-    ] = True
     decisions_kept: Annotated[int, Meta(ge=1, description="Decisions shown at /debug/decisions.")] = 200
     seed: Annotated[int | None, Meta(description="Seed of the tie-break, for runs that repeat.")] = None
 

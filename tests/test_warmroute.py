@@ -11,6 +11,7 @@ import sys
 import types
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -73,10 +74,39 @@ def test_replicas_in_the_environment_are_split_at_blanks() -> None:
     assert found["router.replica"]["value"] == ["a=http://a:1", "b=http://b:2"]
 
 
-def test_what_a_command_does_is_not_cut_short_in_the_list_of_commands() -> None:
-    said = CliRunner().invoke(warmroute.main, ["--help"], terminal_width=80).output
+@pytest.mark.parametrize("group", [[], ["indexer"]])
+def test_what_a_command_does_is_not_cut_short_in_the_list_of_commands(group: list[str]) -> None:
+    said = CliRunner().invoke(warmroute.main, [*group, "--help"], terminal_width=80).output
     assert "Commands:" in said
-    assert "..." not in said.partition("Commands:")[2]
+    assert not re.search(r"\.\.\.$", said.partition("Commands:")[2], re.MULTILINE)
+
+
+def test_the_help_of_a_router_has_headings_and_says_once_how_variables_are_named() -> None:
+    said = CliRunner().invoke(warmroute.main, ["router", "--help"], terminal_width=80).output
+    headings = re.findall(r"^(\w.*):$", said, re.MULTILINE)
+    assert headings == ["Options", *warmroute.RouterSettings.HEADINGS.values()]
+    assert said.count("WARMROUTE_ROUTER_QUEUE_LIMIT") == 1
+    below = said.partition("Full replicas:")[2].partition("\n\n")[0]
+    assert re.findall(r"^  (--\S+)", below, re.MULTILINE) == [
+        "--max-inflight",
+        "--queue-limit",
+        "--queue-timeout-s",
+    ]
+
+
+def test_a_recording_is_of_one_process_whatever_the_file_says_of_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--workers" not in CliRunner().invoke(warmroute.main, ["record", "--help"]).output
+    path = tmp_path / "warmroute.toml"
+    path.write_text("[router]\nworkers = 3\n")
+    assert run(["--config", str(path), "record", "--output", str(path)], monkeypatch) == 2
+    assert "is there already" in capsys.readouterr().err  # It came as far as that.
+
+
+def test_headings_in_the_help_are_by_settings_that_exist() -> None:
+    names = {field.name for field in msgspec.structs.fields(warmroute.RouterSettings)}
+    assert warmroute.RouterSettings.HEADINGS.keys() <= names
 
 
 def test_config_shows_values_as_they_are_written_and_settings_in_one_piece(
