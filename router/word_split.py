@@ -3,7 +3,7 @@
 A byte-level tokenizer takes one or more regular expressions to a text, one after the other, and its model
 makes tokens of each word by itself (``tokenizers`` 0.23: ``pre_tokenizer.rs``). Expressions that are made of
 alternatives known here are known to split alike in Python, and to have no match with a blank or a comma
-behind a small letter: between these, a text can be cut and its parts be split by themselves.
+behind a letter or a digit: between these, a text can be cut and its parts be split by themselves.
 
 That holds for characters whose class is the same to whatever knows Unicode, and that normalisation leaves as
 they are: the plain ones, ASCII first of all.
@@ -25,6 +25,8 @@ SLICE = 8192
 """Characters that are split at once, in half a millisecond."""
 SMALL_SLICE = 256
 """Characters that are given to the tokenizer for one that is not plain."""
+LONGEST_SLICE = 4 * SLICE
+"""What cannot be cut, and is longer, is the tokenizer's: Python holds the interpreter while it splits."""
 
 _PLAIN_RANGES = (
     (0xA0, 0x24F),  # Latin
@@ -44,19 +46,29 @@ _BLANKS = "\t\n\v\f\r \u00a0"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _LEAD, _ENDING = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LETTERS = frozenset(
+_ALL_LETTERS = frozenset(
     {
         r" ?\p{L}+",
         rf"{_LEAD}\p{{L}}+",
         rf"{_LEAD}+\p{{L}}+",
         rf"{_LEAD}[\p{{L}}\p{{M}}]+",
         r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
-        rf"{_LEAD}[{_UPPER}]*[{_LOWER}]+",
-        rf"{_LEAD}[{_UPPER}]*[{_LOWER}]+{_ENDING}?",
     }
 )
-"""Alternatives that begin to match wherever there is a letter that is small or Chinese."""
-_ALTERNATIVES = _LETTERS | {
+"""Alternatives that begin to match wherever there is a letter."""
+_CAPITALS = _ALL_LETTERS | {
+    rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*",
+    rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*{_ENDING}?",
+}
+"""Those that do where it is a capital."""
+_LETTERS = _ALL_LETTERS | {
+    rf"{_LEAD}[{_UPPER}]*[{_LOWER}]+",
+    rf"{_LEAD}[{_UPPER}]*[{_LOWER}]+{_ENDING}?",
+}
+"""Those that do where it is small or Chinese."""
+_NUMBERS = frozenset({r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r" ?\p{N}+"})
+"""Those that do wherever there is a digit."""
+_OTHER = {
     "'s",
     "'t",
     "'re",
@@ -67,12 +79,6 @@ _ALTERNATIVES = _LETTERS | {
     _ENDING,
     "'(?i:[sdmt]|ll|ve|re)",
     "(?i:[sdmt]|ll|ve|re)",
-    rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*",
-    rf"{_LEAD}[{_UPPER}]+[{_LOWER}]*{_ENDING}?",
-    r"\p{N}",
-    r"\p{N}+",
-    r"\p{N}{1,3}",
-    r" ?\p{N}+",
     r" ?[^\s\p{L}\p{N}]+",
     r" ?[^\s\p{L}\p{N}]+[\r\n]*",
     r" ?[^\s\p{L}\p{N}]++[\r\n]*",
@@ -88,12 +94,14 @@ _ALTERNATIVES = _LETTERS | {
     r"\s+(?!\S)",
     r"\s+",
 }
+_ALTERNATIVES = _CAPITALS | _LETTERS | _NUMBERS | _OTHER
 """Of GPT-2, Llama 3, Qwen 2 and 3.5, DeepSeek 3, GPT-4, GPT-4o, Mistral's Tekken and others. In no match a
-blank or a mark, but for an apostrophe, comes behind a letter that is small or Chinese. None looks back. One
-looks ahead, behind blanks.
+blank or a mark, but for an apostrophe, comes behind a letter or a digit, and none has a digit behind a
+letter. None looks back. One looks ahead, behind blanks.
 """
+_MARKS = "\\0-&(-/:-@\\[-`{-\x7f\u3001\u3002\uff0c"
+"""All of ASCII but letters, digits and the apostrophe; and what ends a Chinese word."""
 
-_safe = re.compile("[a-z\u4e00-\u9fa5](?=[ \n.,:;()\u3001\u3002\uff0c])").search
 Split = Callable[[str], list[str]]
 
 
@@ -104,12 +112,24 @@ class Step(msgspec.Struct, frozen=True):
     keeps_between: bool = True
 
 
-class WordSplit:
-    """Splits plain text in steps, of which each is given what the one before it made."""
+def _safe(steps: Sequence[Step]) -> str:
+    """Where a text may be cut: what is behind the last character is always a match's end."""
+    known = frozenset(chain.from_iterable(_alternatives(step.pattern) for step in steps))
+    letters = f"{_SMALL}\u4e00-\u9fa5" + ("" if _CAPITALS.isdisjoint(known) else _CLASSES["Lu"])
+    numbers = "" if _NUMBERS.isdisjoint(known) else f"|[0-9](?=[{_MARKS}])"
+    return f"[{letters}](?=[0-9{_MARKS}]){numbers}"
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+
+class WordSplit:
+    """Splits plain text in steps, of which each is given what the one before it made. ``composes``: the
+    tokenizer brings texts into NFC before.
+    """
+
+    def __init__(self, steps: Sequence[Step], *, composes: bool) -> None:
+        self.composes = composes
         self._ascii = [*_compiled(steps, _ASCII_CLASSES)]
         self._plain = [*_compiled(steps, _CLASSES)]
+        self._safe = re.compile(_safe(steps)).search
 
     def words(self, text: str) -> list[str]:
         """The words of a text that is plain."""
@@ -119,24 +139,36 @@ class WordSplit:
             parts = list(filter(None, chain.from_iterable(map(split, parts))))
         return last(parts[0]) if len(parts) == 1 else list(chain.from_iterable(map(last, parts)))
 
-    @staticmethod
-    def slices(text: str) -> Iterator[tuple[str, bool]]:
-        """A text in parts whose words are those of the whole, and whether each is plain."""
-        for part in _cut(text, SLICE):
-            if part.isascii():
+    def can_cut(self, text: str) -> bool:
+        """Whether a slice may end within ``text``, wherever that stands."""
+        return self._safe(text) is not None
+
+    def slices(self, text: str) -> Iterator[tuple[str, bool]]:
+        """A text in parts whose words are those of the whole, and whether each is plain and short enough."""
+        for part in self._cut(text, SLICE):
+            if len(part) > LONGEST_SLICE:
+                yield part, False
+            elif part.isascii():
                 yield part, True
             else:
-                yield from _joined(_cut(part, SMALL_SLICE))
+                yield from _joined(self._cut(part, SMALL_SLICE))
 
+    def _cut(self, text: str, size: int) -> Iterator[str]:
+        """Parts of about ``size`` characters, cut behind letters and digits, in front of blanks and marks."""
+        start = 0
+        while len(text) - start > size and (end := self._end(text, start + size)):
+            yield text[start:end]
+            start = end
+        if start < len(text):
+            yield text[start:]
 
-def _cut(text: str, size: int) -> Iterator[str]:
-    """Parts of about ``size`` characters, cut behind a letter, in front of a blank or a mark."""
-    start = 0
-    while len(text) - start > size and (found := _safe(text, start + size)):
-        yield text[start : found.end()]
-        start = found.end()
-    if start < len(text):
-        yield text[start:]
+    def _end(self, text: str, at: int) -> int:
+        """The first place behind ``at`` to cut at, 0 if there is none; others get the interpreter between."""
+        while at < len(text):
+            if found := self._safe(text, at, at + SLICE + 1):
+                return found.end()
+            at += SLICE
+        return 0
 
 
 def _joined(parts: Iterator[str]) -> Iterator[tuple[str, bool]]:
@@ -161,7 +193,8 @@ def word_split_of(backend: Any) -> WordSplit | None:
         described = json.loads(backend.pre_tokenizer.__getstate__())
     except Exception:  # there is none, or a part that is written in Python
         return None
-    if not _leaves_plain_text(normalizer):
+    normalizers = [] if normalizer is None else _parts(normalizer, "normalizers")
+    if any(part.get("type") != "NFC" for part in normalizers):
         return None
     steps: list[Step] = []
     for part in _parts(described, "pretokenizers"):
@@ -172,12 +205,7 @@ def word_split_of(backend: Any) -> WordSplit | None:
     known = [_alternatives(step.pattern) for step in steps]
     if not all(map(_ALTERNATIVES.issuperset, known)) or all(map(_LETTERS.isdisjoint, known)):
         return None
-    return WordSplit(steps)
-
-
-def _leaves_plain_text(normalizer: Any) -> bool:
-    parts = [] if normalizer is None else _parts(normalizer, "normalizers")
-    return all(part.get("type") == "NFC" for part in parts)
+    return WordSplit(steps, composes=bool(normalizers))
 
 
 def _parts(described: dict[str, Any], inner: str) -> list[dict[str, Any]]:
@@ -290,5 +318,6 @@ _NO_CHAR = r"\uffff"
 """For a class without characters: this one is never in plain text."""
 PLAIN = tuple(sorted(_plain_chars()))
 _CLASSES = _classes(PLAIN)
+_SMALL = _CLASSES["Ll"] + _CLASSES["Lo"]
 _ASCII_CLASSES = _classes([char for char in PLAIN if char.isascii()])
 _not_plain = re.compile(f"[^{_class(PLAIN)}]").search

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unicodedata import is_normalized
 
 from router.cuts import Cuts
 from router.encoding import encoded
@@ -28,6 +29,8 @@ GIVE_BACK_CHARS = 1 << 20
 """Some eight texts of 128 kB, of which each takes several times what it is long for a while."""
 BREATH_S = 20e-6
 """What others get of the interpreter after each part of a long text."""
+_BECOME = frozenset("K;`")
+"""Those of ASCII that NFC makes of other characters."""
 
 
 class Words:
@@ -117,4 +120,20 @@ class Words:
 def words_of(backend: Any, cuts: Cuts | None) -> Words | None:
     """None for a tokenizer that may split texts in another way than is known here."""
     split = word_split_of(backend)
-    return None if cuts is None or split is None else Words(backend, cuts, split)
+    if cuts is None or split is None or not _finds_added(backend, split):
+        return None
+    return Words(backend, cuts, split)
+
+
+def _finds_added(backend: Any, split: WordSplit) -> bool:
+    """Whether an added token that is looked for in normalised text is in the text as well, or else in one of
+    its slices.
+    """
+    if not split.composes:
+        return True
+    added = [token.content for token in backend.get_added_tokens_decoder().values() if token.normalized]
+    return all(
+        (content.isascii() and _BECOME.isdisjoint(content))
+        or (is_normalized("NFC", content) and not split.can_cut(content))
+        for content in added
+    )
