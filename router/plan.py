@@ -49,6 +49,22 @@ STRANGER_FOR_S = 600.0
 MAX_STRANGERS, MAX_STRANGERS_NAMED = 1024, 5
 
 
+class Arrived(msgspec.Struct, frozen=True):
+    """A request as it came: what a plan is made of.
+
+    ``readable`` is False for a body in a content coding, ``crowded`` is one that would take too long to read.
+    ``rank`` is the data-parallel rank that it asks for.
+    """
+
+    request_id: str
+    body: bytes
+    path: str
+    headers: Mapping[str, str]
+    readable: bool = True
+    crowded: bool = False
+    rank: int | None = None
+
+
 class Asked(msgspec.Struct, frozen=True):
     """Whose prompt the index was asked about, besides its tokens."""
 
@@ -159,56 +175,41 @@ class Planner:
             )
         return new
 
-    async def plan(
-        self,
-        request_id: str,
-        body: bytes,
-        *,
-        path: str,
-        headers: Mapping[str, str],
-        readable: bool = True,
-        crowded: bool = False,
-        rank: int | None = None,
-    ) -> Plan:
-        """The plan for a chat or completion request. ``readable`` is False for a body in a content coding,
-        ``crowded`` is one that would take too long to read.
+    async def plan(self, arrived: Arrived) -> Plan:
+        """The plan for a chat or completion request.
 
         Raises RefusedError for bad JSON, as vLLM would, and for an override that names nothing.
         """
-        parsed, unread = _read(body, path, readable=readable, crowded=crowded)
+        parsed, unread = _read(arrived)
         if not self._fleet.knows(parsed.model):
             await self._fleet.refresh()
         if not parsed.model:
             parsed = msgspec.structs.replace(parsed, model=self._fleet.meant(parsed.model))
-        picked = self._rules.pick(parsed.model, path, headers, list(self._fleet.replicas))
-        policy = picked.policy
+        picked = self._pick(parsed, arrived)
         plan = Plan(
-            request_id=request_id,
+            request_id=arrived.request_id,
             picked=picked,
-            priority=priority_of(headers, parsed.priority),
+            priority=priority_of(arrived.headers, parsed.priority),
             model=parsed.model,
-            guessed_tokens=len(body) // BYTES_PER_TOKEN,
+            guessed_tokens=len(arrived.body) // BYTES_PER_TOKEN,
             fallback=unread,
             streams=bool(parsed.stream),
-            rank=rank,
+            rank=arrived.rank,
         )
         serving = self._fleet.serving(parsed.model)
         if unread or not serving.replicas:
             return plan
         try:
-            return await self._with_tokens(plan, policy, body, parsed, headers, serving)
+            return await self._with_tokens(plan, picked.policy, arrived, parsed, serving)
         except RecursionError:
             # It was nested as deeply as could be skipped, and here the stack is higher.
             return msgspec.structs.replace(plan, fallback=fallback.UNREADABLE_BODY)
 
+    def _pick(self, parsed: RequestBody, arrived: Arrived) -> Picked:
+        return self._rules.pick(parsed.model, arrived.path, arrived.headers, list(self._fleet.replicas))
+
     async def _with_tokens(
-        self,
-        plan: Plan,
-        policy: Policy,
-        body: bytes,
-        parsed: RequestBody,
-        headers: Mapping[str, str],
-        serving: Serving,
+        self, plan: Plan, policy: Policy, arrived: Arrived, parsed: RequestBody, serving: Serving
     ) -> Plan:
         """The plan, with what the policy wants to know of the prompt."""
         wanted = self._wants_tokens(policy)
@@ -218,7 +219,7 @@ class Planner:
         matches = await self._matches(policy, parsed, tokens, serving)
         key, no_key = None, None
         if policy.key is not None:
-            found = policy.key(Keyed(headers=headers, body=body, read=parsed, ids=tokens.ids))
+            found = policy.key(Keyed(headers=arrived.headers, body=arrived.body, read=parsed, ids=tokens.ids))
             key, no_key = _own(policy, parsed.model, found), fallback.NO_KEY if found is None else None
         if self._for_record and not wanted:
             # What is written down is no matter of the choice: the key is made, and nothing falls back.
@@ -227,7 +228,7 @@ class Planner:
         learns = comparable and matches.asked is not None and self._asks_usage
         return msgspec.structs.replace(
             plan,
-            body_with_usage=asking_for_usage(body, parsed) if learns else None,
+            body_with_usage=asking_for_usage(arrived.body, parsed) if learns else None,
             asked=matches.asked,
             guessed_tokens=tokens.guessed_tokens or plan.guessed_tokens,
             ids=tokens.ids,
@@ -240,28 +241,19 @@ class Planner:
             comparable=comparable,
         )
 
-    def other(
-        self,
-        request_id: str,
-        body: bytes,
-        *,
-        path: str,
-        headers: Mapping[str, str],
-        readable: bool = True,
-        crowded: bool = False,
-        rank: int | None = None,
-    ) -> Plan:
+    def other(self, arrived: Arrived) -> Plan:
         """The plan for a request to any other path: by its policy as far as that goes without tokens, else by
         load. That is a fallback only where the policy was chosen for the request, by a rule or by itself.
 
         Raises RefusedError for an override that names nothing.
         """
-        if crowded:
+        body, headers = arrived.body, arrived.headers
+        if arrived.crowded:
             parsed = read_model(body)
         else:
-            parsed = read_other(body if readable else b"", headers.get("Content-Type", ""))
+            parsed = read_other(body if arrived.readable else b"", headers.get("Content-Type", ""))
         parsed = msgspec.structs.replace(parsed, model=self._fleet.meant(parsed.model))
-        picked = self._rules.pick(parsed.model, path, headers, list(self._fleet.replicas))
+        picked = self._pick(parsed, arrived)
         policy, key = picked.policy, None
         why_not = fallback.NO_TOKENS if policy.uses_tokens and policy.name != BY_LOAD.name else None
         if policy.key is not None and why_not is None:
@@ -275,14 +267,14 @@ class Planner:
         if why_not is not None and not chosen:
             picked, why_not = msgspec.structs.replace(picked, policy=BY_LOAD), None
         return Plan(
-            request_id=request_id,
+            request_id=arrived.request_id,
             model=parsed.model,
             is_prompt=False,
             streams=bool(parsed.stream),
             picked=picked,
             key=key,
             fallback=why_not,
-            rank=rank,
+            rank=arrived.rank,
             priority=priority_of(headers, parsed.priority),
         )
 
@@ -380,14 +372,14 @@ class Planner:
         return _Matches(by_stream, notes=notes)
 
 
-def _read(body: bytes, path: str, *, readable: bool, crowded: bool) -> tuple[RequestBody, Fallback | None]:
+def _read(arrived: Arrived) -> tuple[RequestBody, Fallback | None]:
     """What a body says, and why that is not all."""
-    if not readable:
+    if not arrived.readable:
         return RequestBody(), fallback.UNREADABLE_BODY
-    if crowded:
-        return read_model(body), fallback.TOO_MANY_VALUES
+    if arrived.crowded:
+        return read_model(arrived.body), fallback.TOO_MANY_VALUES
     try:
-        return read_body(body, path), None
+        return read_body(arrived.body, arrived.path), None
     except UnreadableBodyError as error:
         return RequestBody(model=error.model), fallback.UNREADABLE_BODY
 

@@ -42,7 +42,7 @@ from router.journey import (
 )
 from router.kept import KeptAnswer, keep
 from router.metrics import RouterMetrics
-from router.plan import Plan, Planner
+from router.plan import Arrived, Plan, Planner
 from router.prompt import CHAT_PATH, COMPLETIONS_PATH
 from router.refusal import refusal
 from router.relay import ClientGoneError, RelayedAnswer, refused
@@ -182,30 +182,13 @@ class Route:
 
     async def _plan(self, request: web.Request, body: bytes, request_id: str) -> Plan:
         readable = request.headers.get("Content-Encoding", "identity").lower() == "identity"
-        rank = pinned_rank(request.headers)
         is_prompt = request.method == "POST" and request.path in PROMPT_PATHS
         is_json = is_prompt or "json" in request.headers.get("Content-Type", "").lower()
         is_long = is_json and readable and len(body) > LONG_BYTES
         crowded = is_long and await asyncio.to_thread(holds_too_much, body)
-        if is_prompt:
-            return await self._planner.plan(
-                request_id,
-                body,
-                path=request.path,
-                headers=request.headers,
-                readable=readable,
-                crowded=crowded,
-                rank=rank,
-            )
-        return self._planner.other(
-            request_id,
-            body,
-            path=request.path,
-            headers=request.headers,
-            readable=readable,
-            crowded=crowded,
-            rank=rank,
-        )
+        rank = pinned_rank(request.headers)
+        arrived = Arrived(request_id, body, request.path, request.headers, readable, crowded, rank)
+        return await self._planner.plan(arrived) if is_prompt else self._planner.other(arrived)
 
     async def _find_room(self, plan: Plan, journey: Journey, span: Span) -> Exchange:
         """The choice, when it is the request's turn."""

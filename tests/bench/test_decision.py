@@ -31,7 +31,7 @@ from router.load import Load
 from router.lookup import MapLookup
 from router.marks import MARK_TOKENS
 from router.metrics import RouterMetrics
-from router.plan import Planner
+from router.plan import Arrived, Planner
 from router.policies import POLICIES
 from router.prompt import RequestBody
 from router.replicas import Replica, parse_replica
@@ -122,7 +122,7 @@ async def cpu_ms(planner: Any, decider: Any, known: Known, prompt: Callable[[], 
     for number in range(ROUNDS + 5):
         known.ids = prompt()
         begun = time.process_time()
-        plan = await planner.plan(f"r{number}", BODY, path=PATH, headers={})
+        plan = await planner.plan(Arrived(f"r{number}", BODY, PATH, {}))
         _, reservation = decider.decide(plan)
         times.append(time.process_time() - begun)
         assert plan.fallback is None
@@ -179,7 +179,7 @@ async def parts_us(planner: Any, decider: Any, known: Known, prompt: Callable[[]
     for number in range(10 * ROUNDS):
         known.ids = prompt()
         begun = time.perf_counter()
-        plan = await planner.plan(f"r{number}", BODY, path=PATH, headers={})
+        plan = await planner.plan(Arrived(f"r{number}", BODY, PATH, {}))
         planned = time.perf_counter()
         _, reservation = decider.decide(plan)
         choices.append(time.perf_counter() - planned)
