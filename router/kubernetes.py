@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from router.errors import SettingsError
-from router.pods import RefusedError, heard, listed
+from router.pods import ApiRefusedError, heard, listed
 from router.replicas import ReplicaSpec, parse_replica, placed_at
 
 OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -149,7 +149,7 @@ class KubernetesSource:
                 self._unwatched = None
                 async for line in response.content:
                     self._take(line)
-        except RefusedError as error:
+        except ApiRefusedError as error:
             if error.code != EXPIRED:
                 self._unwatched = str(error)
         except (aiohttp.ClientError, TimeoutError):
@@ -161,7 +161,7 @@ class KubernetesSource:
         query |= {"namespace": self._namespace, "label_selector": self._selector}
         async with await pods(**query, _preload_content=False, _request_timeout=wait_s) as response:
             if response.status != 200:
-                raise RefusedError(response.status, await response.read())
+                raise ApiRefusedError(response.status, await response.read())
             yield response
 
     def _take(self, line: bytes) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from router.errors import RouterError
 
-class RefusedError(Exception):
+
+class ApiRefusedError(RouterError):
     """The API said no: ``code`` is the HTTP status, or 410 for a watch from a state that is forgotten."""
 
     def __init__(self, code: int, body: bytes) -> None:
@@ -36,12 +38,12 @@ def listed(body: bytes) -> tuple[dict[str, str], str]:
 def heard(line: bytes) -> tuple[str, str | None] | None:
     """The pod that an event of a watch is of, and where it may serve now: None for nowhere.
 
-    None for an event that is of no pod. Raises RefusedError for one that ends the watch, and
+    None for an event that is of no pod. Raises ApiRefusedError for one that ends the watch, and
     msgspec.DecodeError for what is no event.
     """
     event = _read_event(line)
     if event.type == "ERROR":
-        raise RefusedError(0, bytes(event.object))
+        raise ApiRefusedError(0, bytes(event.object))
     if event.type not in ("ADDED", "MODIFIED", "DELETED"):
         return None
     pod = _read_pod(event.object)

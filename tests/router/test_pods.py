@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from router.pods import RefusedError, heard, listed
+from router.pods import ApiRefusedError, heard, listed
 
 POD = b"""{"kind":"Pod","apiVersion":"v1","metadata":{"name":"p1","namespace":"gpu","resourceVersion":"2434",
 "creationTimestamp":"2026-11-30T00:22:51Z","labels":{"app":"vllm"}%s},"spec":{"containers":[{"name":"vllm"}]},
@@ -65,13 +65,13 @@ def test_a_bookmark_is_of_no_pod() -> None:
 
 
 def test_an_error_event_says_its_code_and_why() -> None:
-    with pytest.raises(RefusedError, match="410: too old resource version") as raised:
+    with pytest.raises(ApiRefusedError, match="410: too old resource version") as raised:
         heard(EXPIRED)
     assert raised.value.code == 410
 
 
 def test_a_refusal_says_which_right_is_missing() -> None:
-    refusal = RefusedError(403, FORBIDDEN)
+    refusal = ApiRefusedError(403, FORBIDDEN)
     assert str(refusal) == (
         '403: pods is forbidden: User "system:serviceaccount:gpu:warmroute" cannot list resource "pods" '
         'in API group "" in the namespace "gpu"'
@@ -88,7 +88,7 @@ def test_a_refusal_says_which_right_is_missing() -> None:
     ],
 )
 def test_a_refusal_in_another_shape_says_what_it_says(body: bytes, said: str) -> None:
-    assert str(RefusedError(429, body)) == said
+    assert str(ApiRefusedError(429, body)) == said
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"metadata":{},"items":[{}]}'])
