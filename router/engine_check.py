@@ -81,9 +81,10 @@ class EngineCheck:
             status, _ = await self._ask("/health")
         except UNREACHABLE as error:
             found = f"no answer at {self._spec.url}: {why(error)}"
-            plain = isinstance(error, aiohttp.ClientSSLError)
-            fix = "write http://, if it serves no TLS; else its certificate is not trusted here"
-            self._say("http", "bad", found, fix if plain else "start it, or correct its URL")
+            fix = "start it, or correct its URL"
+            if isinstance(error, aiohttp.ClientSSLError):
+                fix = "write http://, if it serves no TLS; else its certificate is not trusted here"
+            self._say("http", "bad", found, fix)
             return False
         if status >= 500:
             self._say("http", "bad", f"/health answered {status}", "the engine is ill: see its log")
@@ -129,10 +130,14 @@ class EngineCheck:
             found = "no process_start_time_seconds in /metrics: one witness of restarts less"
             self._say("start time", "warning", found, "give a replay endpoint; it proves more")
 
+    async def _ask_sources(self) -> tuple[int, tuple[EventSource, ...]]:
+        """The status of what the engine says of its event ports, and they. Raises DiscoveryError."""
+        status, body = await self._ask("/kv_event_sources")
+        return status, read_event_sources(body, self._spec.host) if status == 200 else ()
+
     async def _told_sources(self) -> tuple[EventSource, ...]:
         try:
-            status, body = await self._ask("/kv_event_sources")
-            sources = read_event_sources(body, self._spec.host) if status == 200 else ()
+            status, sources = await self._ask_sources()
         except DiscoveryError as error:
             self._say("event source", "bad", str(error), 'write "endpoint":"tcp://*:5557" on the engine')
             return ()
@@ -151,8 +156,7 @@ class EngineCheck:
     async def _compare_with_told(self, sources: Sequence[EventSource]) -> None:
         """Ports that are those of another engine are as good as their own to all other checks."""
         try:
-            status, body = await self._ask("/kv_event_sources")
-            told = read_event_sources(body, self._spec.host) if status == 200 else ()
+            _, told = await self._ask_sources()
         except (DiscoveryError, *UNREACHABLE):
             return
         by_rank = {source.rank: source for source in told}
@@ -236,9 +240,9 @@ class EngineCheck:
             self._say(check, "ok", f"answers with {heard.replayed} batches")
 
     def _look_at_block_size(self, source: EventSource, heard: Heard, said: EngineMetrics) -> None:
-        sizes = {self._spec.block_size, *heard.block_sizes, *([said.block_size] * (not heard.block_sizes))}
-        sizes.discard(None)
-        told = ", ".join(str(size) for size in sorted(size for size in sizes if size is not None))
+        known = (self._spec.block_size, *(heard.block_sizes or (said.block_size,)))
+        sizes = sorted({size for size in known if size is not None})
+        told = ", ".join(map(str, sizes))
         check = f"rank {source.rank} block size"
         if self._spec.block_size is not None and len(sizes) > 1:
             fix = "leave block-size= out: the events tell"

@@ -73,9 +73,8 @@ async def check_indexer(
 def _of_stream(told: dict[str, Any]) -> Finding:
     """A stream as ``/debug/replicas`` has it."""
     state, skipped = told["state"], told["skipped"]
-    left_out = f"; left out: {', '.join(f'{count} {name}' for name, count in skipped.items())}" * bool(
-        skipped
-    )
+    counts = ", ".join(f"{count} {name}" for name, count in skipped.items())
+    left_out = f"; left out: {counts}" if counts else ""
     level: Level = "ok" if state == "live" else "warning" if state in ("partial", "replaying") else "bad"
     found = f"{state}: {told['reason']}; {told['blocks']} blocks{left_out}"
     fix = "" if level == "ok" else "see `reason`, and the checks of its port and events"
