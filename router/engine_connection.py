@@ -205,17 +205,22 @@ class EngineConnection(asyncio.Protocol):
             # It belongs to no answer.
             self._closes = True
             return
+        malformed: FramingError | HeadError | None = None
         try:
             piece = framing.feed(data)
-            if framing.trailers and framing.over:
-                self.trailers = trailers_of(framing.trailers, self._limits)
-        except (FramingError, HeadError) as error:
-            self._fail(BrokenAnswerError(f"the replica's answer broke off: {error}"))
-            return
+        except FramingError as error:
+            piece, malformed = error.before, error
         self._closes |= bool(framing.rest)
         if piece:
             self._hand_over(piece)
-        if framing.over:
+        if framing.over and framing.trailers:
+            try:
+                self.trailers = trailers_of(framing.trailers, self._limits)
+            except HeadError as error:
+                malformed = error
+        if malformed is not None:
+            self._fail(BrokenAnswerError(f"the replica's answer broke off: {malformed}"))
+        elif framing.over:
             self._end()
 
     def _hand_over(self, piece: bytes) -> None:

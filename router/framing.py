@@ -12,7 +12,11 @@ BODILESS_STATUSES = frozenset({101, 204, 304})
 
 
 class FramingError(Exception):
-    """Bytes that are no body of the kind that the head announced."""
+    """Bytes that are no body of the kind that the head announced. ``before`` are those of the body that came
+    in front of them, in the same piece.
+    """
+
+    before = b""
 
 
 class Framing(Protocol):
@@ -115,6 +119,14 @@ class Chunked:
         if self._awaited is SIZE and (whole := _only_chunk(data)):
             return whole
         pieces: list[bytes] = []
+        try:
+            self._take(data, pieces)
+        except FramingError as error:
+            error.before = b"".join(pieces)
+            raise
+        return b"".join(pieces)
+
+    def _take(self, data: bytes, pieces: list[bytes]) -> None:
         at = 0
         while not self.over:
             if self._awaited is SIZE:
@@ -127,12 +139,10 @@ class Chunked:
             end = -1 if self._left else data.find(b"\r\n", at)
             if end < 0:
                 self._hold(data[at:])
-                break
+                return
             self._take_line(data[at:end])
             at = end + 2
-        else:
-            self.rest = data[at:]
-        return b"".join(pieces)
+        self.rest = data[at:]
 
     def close(self) -> None:
         """What is not there by now does not come."""

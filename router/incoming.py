@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 import msgspec
-from aiohttp import EMPTY_PAYLOAD, HttpVersion11, StreamReader, web
+from aiohttp import EMPTY_PAYLOAD, HttpVersion10, HttpVersion11, StreamReader, web
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_exceptions import BadHttpMessage, HttpProcessingError
 from aiohttp.http_parser import HttpRequestParser, RawRequestMessage
@@ -214,6 +214,9 @@ def _framing(message: RawRequestMessage, limits: RequestLimits) -> Framing | Non
     """How the body is framed, if there is one (RFC 9112, section 6.3). The head's parser has refused a length
     that is none, and one beside chunks. Raises BadHttpMessage.
     """
+    if message.version < HttpVersion10:
+        # The parser finds its end in other places.
+        raise BadHttpMessage("HTTP/0.9")
     headers = message.headers
     if message.chunked:
         if message.version < HttpVersion11:

@@ -231,16 +231,25 @@ class _EngineHandler(ResponseHandler):
             self._should_close = True
             return
         super().set_exception(exc, *cause)
+        if isinstance(exc, HttpProcessingError):
+            # aiohttp tells nobody who waits for more of a body, and takes back the idle timeout.
+            self._break_off("malformed")
 
     def connection_lost(self, exc: BaseException | None) -> None:
         transport, self.transport = self.transport, None
         if transport is not None and transport.get_extra_info("sslcontext") is None:
             hear(transport, exc, self.data_received)
-        payload = self._payload
-        if exc is not None and payload is not None and not payload.is_eof():
+        if exc is not None:
             # aiohttp takes the end of a connection for that of a body without a length, a reset too.
-            payload.set_exception(aiohttp.ClientPayloadError(told(exc)))
+            self._break_off(told(exc))
         super().connection_lost(exc)
+
+    def _break_off(self, why: str) -> None:
+        payload = self._payload
+        if payload is not None and not payload.is_eof():
+            payload.set_exception(aiohttp.ClientPayloadError(why))
+            # Who was woken by the end of a chunk would wait again, whatever the exception.
+            payload.feed_eof()
 
 
 async def _note_reuse(
@@ -321,8 +330,12 @@ class _AiohttpAnswer:
         return True
 
     async def _next_piece(self) -> bytes:
+        content = self._answer.content
         try:
-            return await self._answer.content.readany()
+            piece = await content.readany()
+            if not piece and (broken := content.exception()) is not None:
+                raise broken
+            return piece
         except (aiohttp.ServerTimeoutError, TimeoutError) as error:
             raise UpstreamTimeoutError("the replica was silent for longer than the idle timeout") from error
         except (aiohttp.ClientError, ConnectionError) as error:

@@ -83,6 +83,26 @@ def test_px10_what_is_read_as_chunks_aiohttps_parser_reads_in_the_same_way(
         assert as_aiohttp_reads(body) in ([got, None] if b";" in body else [got])
 
 
+@given(st.text("0123aAfx+-; \r\n{}", max_size=12), st.lists(st.integers(0, 12), max_size=3))
+@example("2\r\n{}\r\n2\r\n{}X\r\n", [12])
+def test_px07_what_came_in_front_of_malformed_chunks_is_told_however_they_are_cut(
+    text: str, places: list[int]
+) -> None:
+    assert read_on(cut(text.encode(), places)) == read_on([text.encode()])
+
+
+def read_on(pieces: Iterator[bytes] | list[bytes]) -> tuple[bytes, bool]:
+    """What there is of a body in chunks, and whether that is where it breaks off."""
+    framing, got = Chunked(4096), b""
+    for piece in pieces:
+        try:
+            if not framing.over:
+                got += framing.feed(piece)
+        except FramingError as error:
+            return got + error.before, True
+    return got, False
+
+
 @pytest.mark.parametrize(
     "body",
     [

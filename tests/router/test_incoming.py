@@ -157,6 +157,17 @@ def test_px10_what_is_read_as_a_request_aiohttps_parser_reads_in_the_same_way(
         assert len(ours) <= len(theirs) or ours[-1] is None
 
 
+@given(
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.sampled_from([b"", b"{}", b"GET / HTTP/1.1\r\nHost: r\r\n\r\n"]),
+    PLACES,
+)
+def test_px10_what_names_no_version_is_no_request_however_it_is_cut(
+    end: bytes, rest: bytes, places: list[int]
+) -> None:
+    assert read(b"GET /" + end + b"\r\n" + rest + b"\r\n\r\n", places) == [None]
+
+
 def test_px10_no_more_requests_are_read_ahead_than_may_be() -> None:
     loop = asyncio.new_event_loop()
     reader = RequestReader(Calm(loop), loop, LIMITS)

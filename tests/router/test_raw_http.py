@@ -410,6 +410,42 @@ async def test_px07_an_answer_whose_connection_is_reset_is_never_taken_for_whole
         assert router.idle()
 
 
+async def test_px07_an_answer_whose_chunks_turn_malformed_breaks_off_behind_what_was_whole(
+    start_router: Any, upstream_client: str
+) -> None:
+    """Also where the engine says no more, and keeps its connection."""
+    head = OK + b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while not (await reader.readuntil(b"\r\n\r\n")).startswith(b"POST"):
+                writer.write(OK + b'Content-Length: 21\r\n\r\n{"data":[{"id":"m"}]}')
+            writer.write(head + b"9\r\ndata: x\n\n\r\n")
+            await asyncio.sleep(0.05)
+            for piece in rest.pop():
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)
+            await reader.read()
+        finally:
+            writer.close()
+
+    chunk, done = b"9\r\ndata: y\n\n\r\n", b"E\r\ndata: [DONE]\n\n\r\n"
+    whole = [[chunk + done + b"0\r\n: 1\r\n\r\n"]]
+    broken = [[chunk + b"ZZ\r\n"], [chunk[:-2], b"\r", b"\n", b"\n"], [chunk, b"Z"]]
+    rest = [*broken, *whole]
+    for is_whole in (True, False, False, False):
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            got = await exchange(router, HEAD + b"Connection: close\r\nContent-Length: 0\r\n\r\n", answers=9)
+            assert b"data: x\n\n" in got.content
+            if upstream_client == "pool":
+                assert b"data: y\n\n" in got.content
+                assert (b"[DONE]" in got.content, b"broke off" in got.content) == (is_whole, not is_whole)
+            assert got.content.endswith(b"\r\n0\r\n\r\n")
+            assert router.idle()
+
+
 async def test_px05_a_client_that_closes_its_side_behind_a_request_counts_as_gone(
     start_engine: Any, start_router: Any, kit: Any
 ) -> None:
