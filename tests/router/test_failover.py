@@ -337,7 +337,7 @@ async def test_px08_a_connect_that_times_out_is_tried_elsewhere_and_does_not_tak
         for each in waiting:
             each.setblocking(False)
             each.connect_ex(("127.0.0.1", port))
-        well = await start_engine()
+        well = await start_engine(cards=[{"id": "m"}, {"id": "w"}])
         router = await start_router(
             f"e0=http://127.0.0.1:{port},model=m",
             well,
@@ -345,8 +345,12 @@ async def test_px08_a_connect_that_times_out_is_tried_elsewhere_and_does_not_tak
             connect_timeout_s=0.1,
             health_timeout_s=60,
         )
-        response = await router.complete([1])
-        assert (response.status, response.headers["x-warmroute-replica"]) == (200, "e1")
+        # To connect to the other one may take as long, where the machine has much to do.
+        while (await router.complete([1], model="w")).status != 200:
+            pass
+        for _ in range(2):
+            response = await router.complete([1])
+            assert (response.status, response.headers["x-warmroute-replica"]) == (200, "e1")
         assert router.parts.fleet.replicas["e0"].usable
         assert await router.metric("retries_total", replica="e0", reason="connect-timeout") == 1
         for each in waiting:
