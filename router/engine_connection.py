@@ -22,6 +22,7 @@ JOINED_BYTES, PIECE_BYTES = 16 * 1024, 256 * 1024
 """Bodies up to the first are joined with their head, those up to the second go out beside it in one step,
 longer ones in pieces.
 """
+_NOTHING = memoryview(b"")
 
 
 class EngineConnection(asyncio.Protocol):
@@ -37,7 +38,7 @@ class EngineConnection(asyncio.Protocol):
         self._is_secured = False
         self._asked = 0
         self._closes = self._bodiless = False
-        self._unsent = memoryview(b"")
+        self._unsent = _NOTHING
         self._writing_paused = self._reading_paused = False
         self._heard = False
         self._heard_at = 0.0
@@ -109,7 +110,7 @@ class EngineConnection(asyncio.Protocol):
         """Lets it go, whatever is still to come or to be sent."""
         self._stop_watching()
         transport, is_usable = self._transport, self.is_usable
-        self._transport, self._unsent = None, memoryview(b"")
+        self._transport, self._unsent = None, _NOTHING
         if transport is not None and is_usable:
             transport.close()
         elif transport is not None:
@@ -124,7 +125,7 @@ class EngineConnection(asyncio.Protocol):
         transport = self._transport
         if transport is not None and not self._is_over() and not self._is_secured:
             hear(transport, exc, self.data_received)
-        self._transport, self._unsent = None, memoryview(b"")
+        self._transport, self._unsent = None, _NOTHING
         self._stop_watching()
         why = told(exc) if exc is not None else "it closed the connection"
         if self._framing is None:
@@ -172,7 +173,9 @@ class EngineConnection(asyncio.Protocol):
         """A long body goes out as fast as it is taken, and each piece in a step of its own."""
         if not self._unsent or self._writing_paused or self._transport is None:
             return
-        piece, self._unsent = self._unsent[:PIECE_BYTES], self._unsent[PIECE_BYTES:]
+        piece, rest = self._unsent[:PIECE_BYTES], self._unsent[PIECE_BYTES:]
+        # An empty view of a body would keep all of it, as long as the connection is.
+        self._unsent = rest or _NOTHING
         self._heard_at = self._loop.time()
         self._transport.write(piece)
         if not self._writing_paused:

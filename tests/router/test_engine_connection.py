@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -115,3 +116,26 @@ def test_px07_however_an_answer_comes_and_is_taken_it_is_whole_and_in_order_or_i
         assert taker.taken == data[: len(data) - len(lost)].partition(b"\r\n\r\n")[2]
     else:
         assert body.startswith(taker.taken)
+
+
+async def test_a_connection_that_is_kept_keeps_no_long_body() -> None:
+    body = bytes(3_000_000)
+    references = sys.getrefcount(body)
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        _, connection = await loop.create_connection(
+            lambda: EngineConnection(loop, 5.0, HeadLimits(65536, 256)), sock=ours
+        )
+        asking = asyncio.create_task(connection.ask(b"", body, bodiless=False, closes=False))
+        theirs.setblocking(False)
+        left = len(body)
+        while left:
+            left -= len(await loop.sock_recv(theirs, left))
+        theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        await asking
+        assert connection.is_usable
+        del asking
+        assert sys.getrefcount(body) == references
+        connection.close()
+        await asyncio.sleep(0)
