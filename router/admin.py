@@ -88,11 +88,14 @@ class Admin:
             asked = request.query.get("worker", OWN)
             if asked in (OWN, str(colleagues.number)):
                 return await handler(request)
-            page = None
-            if asked.isascii() and asked.isdecimal() and len(asked) < 10:
-                page = await colleagues.page(int(asked), request.path, request.query)
+            if asked not in map(str, range(colleagues.workers)):
+                last = colleagues.workers - 1
+                return self._missing(request, f"there is no worker {asked[:20]!r}; they are 0 to {last}")
+            page = await colleagues.page(int(asked), request.path, request.query)
             if page is None:
-                return self._missing(request, f"worker {asked[:20]!r} does not answer")
+                return self._missing(
+                    request, f"worker {asked} does not answer; if it does not soon, see the log"
+                )
             kind = CONTENT_TYPE_LATEST if request.path == "/metrics" else "application/json"
             return web.Response(body=page, headers={"Content-Type": kind})
 

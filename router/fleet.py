@@ -294,7 +294,7 @@ class Fleet:
             "replica %s is kept from requests for %g s: too many in a row failed, the last one: %s",
             name,
             seconds,
-            self.replicas[name].last_error,
+            self.replicas[name].last_error or "an error of its own, passed on to the client",
         )
 
     def _complain(self, replica: Replica, error: Exception) -> None:

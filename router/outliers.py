@@ -2,9 +2,10 @@
 have only just come back.
 
 After ``Outlier detection`` and ``Slow start`` of Envoy. A replica whose requests fail ``after`` times in a
-row is ejected, for twice as long each time. When that is over, one request at a time tries it; a whole answer
-takes it back. A replica that is back, from an ejection or a restart, is a candidate for a growing share of
-requests only: otherwise the least loaded one would be sent all of them while it warms up.
+row is ejected, for twice as long each time. When that is over, one request at a time tries it (another one if
+that takes longer than any ejection); a whole answer takes it back. A replica that is back, from an ejection
+or a restart, is a candidate for a growing share of requests only: otherwise the least loaded one would be
+sent all of them while it warms up.
 
 Failures, ejections and trials are of the router: where it has several workers, what one has found out holds
 for all, and one of them alone tries a replica again. That a replica is new or healthy again each sees for
@@ -104,9 +105,13 @@ class Outliers:
     def _admits(self, name: str) -> bool:
         record, now = self._records.get(name), self._clock()
         if record is not None and record.ejected:
-            return now >= record.until and record.trying == NOBODY
+            return now >= record.until and self._may_try(record, now)
         ramp = self._ramp(name, record, now)
         return ramp >= 1 or self._rng.random() < ramp
+
+    def _may_try(self, record: Record, now: float) -> bool:
+        """Whether nobody tries it, or somebody has for so long that it may be a worker that was stopped."""
+        return record.trying == NOBODY or now - record.until > self._rules.max_s
 
     def _ramp(self, name: str, record: Record | None, now: float) -> float:
         back_at = self._came_at.get(name, float("-inf"))
@@ -124,10 +129,10 @@ class Outliers:
         if record is None or not record.ejected:
             return True
         with self._records.alone():
-            record, own = self._records.get(name) or record, self._records.worker
-            if record.trying not in (NOBODY, own):
+            record, own, now = self._records.get(name) or record, self._records.worker, self._clock()
+            if record.trying != own and not self._may_try(record, now):
                 return False
-            self._records.put(name, replace(record, trying=own))
+            self._records.put(name, replace(record, trying=own, until=max(record.until, now)))
         return True
 
     def succeeded(self, name: str) -> None:

@@ -241,6 +241,26 @@ def test_one_worker_alone_tries_a_replica_again_and_what_it_finds_holds_for_all(
     assert [worker.standing("a") for worker in (one, two, three)] == [Standing.SLOW_START] * 3
 
 
+def test_a_trial_of_a_worker_that_was_stopped_is_not_waited_for_for_ever() -> None:
+    rig = Rig()
+    (one, two, three), _ = workers_of(rig)
+    for _ in range(3):
+        one.failed("a")
+    rig.now += 1000.0  # Nobody came to try it for long: it is from the trial on that is counted.
+    assert one.chosen("a")
+    rig.now += RULES.max_s
+    assert not two.chosen("a")
+    assert "a" not in two.admit(NAMES)
+    rig.now += 0.1
+    assert "a" in two.admit(NAMES)
+    assert two.chosen("a")
+    assert not three.chosen("a")
+    one.let_go("a")
+    assert not three.chosen("a")
+    two.succeeded("a")
+    assert three.standing("a") is Standing.SLOW_START
+
+
 def test_of_processes_that_would_try_a_replica_at_the_same_instant_one_does() -> None:
     rig, ledger = Rig(), Ledger(MOST_REPLICAS, SHAPE)
     for number in range(500):

@@ -335,7 +335,7 @@ async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -
         assert (await page("/debug/replicas?worker=1"))["worker"] == 1
         async with client.get(admins[0] + "/metrics?worker=7") as response:
             error = (await response.json())["error"]
-            assert (response.status, error["message"]) == (404, "worker '7' does not answer")
+            assert (response.status, error["message"]) == (404, "there is no worker '7'; they are 0 to 1")
 
 
 async def test_pages_on_the_port_that_workers_share_show_all_of_them_whoever_is_asked(
