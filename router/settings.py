@@ -77,6 +77,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int,
         Meta(
             ge=1,
+            le=256,
             description="Processes on --listen. Worker n has its pages at --admin-listen's port + n; "
             "each shows all.",
         ),
@@ -356,7 +357,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         except AddressError as error:
             raise SettingsError(f"--admin-listen: {error}") from error
         beside = port + ADMIN_PORT_OFFSET
-        return "127.0.0.1", 0 if port == 0 else beside if beside < 1 << 16 else port - ADMIN_PORT_OFFSET
+        has_room = beside + self.workers <= 1 << 16
+        return "127.0.0.1", 0 if port == 0 else beside if has_room else port - ADMIN_PORT_OFFSET
 
     def limits(self) -> Limits:
         """What a client's connection may take."""
@@ -407,6 +409,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             host_and_port(self.listen)
         except AddressError as error:
             raise SettingsError(str(error)) from error
+        _, port = self.admin_address() or ("", 0)
+        if port + self.workers > 1 << 16:
+            raise SettingsError(
+                f"--admin-listen: the pages of {self.workers} workers would be at port {port} and those after, "
+                f"and there is none above 65535; choose {(1 << 16) - self.workers} or less"
+            )
         self.rules()
         parse_replicas(self.replica)
         parse_replicas(self.dns)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -16,8 +17,10 @@ from aiohttp import web
 from router.assembly import router_app
 from router.errors import ListenError, RouterError, SettingsError
 from router.listening import listening
+from router.service import serve
 from router.settings import RouterSettings
 from tests.router.command import started
+from tests.router.forked import all_at_once
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUTER = ("router", "--listen", "127.0.0.1:0")
@@ -67,6 +70,10 @@ async def test_bad_settings_keep_it_from_starting_and_the_message_names_them(
         ({"tls_client_ca": "ca.pem"}, "--tls-client-ca does nothing without --tls-cert"),
         ({"tls_key": "key.pem"}, "--tls-key does nothing without --tls-cert"),
         ({"upstream_key": "key.pem"}, "--upstream-key does nothing without --upstream-cert"),
+        (
+            {"admin_listen": "127.0.0.1:65535", "workers": 2},
+            "--admin-listen: the pages of 2 workers would be at port",
+        ),
         ({"queue_limit": 5}, "--queue-limit does nothing without --max-inflight"),
         ({"replica": ("a=http://h:8000/v1/",)}, "--replica a: 'http://h:8000/v1/': paths begin with /v1"),
     ],
@@ -364,6 +371,7 @@ NAMES_THAT_HANG = """
 import asyncio, os, socket, sys, threading
 import router.discovery
 from router.service import serve
+from router.service import serve
 from router.settings import RouterSettings
 own = socket.getaddrinfo
 def getaddrinfo(host, *arguments, **fields):
@@ -462,3 +470,24 @@ async def test_px17_a_stream_that_does_not_end_is_cut_after_the_grace(start_engi
         async with asyncio.timeout(5):
             assert await process.wait() == 0
     await kit.wait_until(lambda: engine.open == 0, "the engine is let go")
+
+
+def test_op02_a_reload_that_is_asked_for_while_it_starts_is_done_once_it_is_up() -> None:
+    read = 0
+
+    def reread() -> RouterSettings:
+        nonlocal read
+        read += 1
+        os.kill(os.getpid(), signal.SIGHUP if read == 1 else signal.SIGTERM)
+        return settings
+
+    async def run() -> None:
+        async with asyncio.timeout(20):
+            await serve(settings, reread=reread)
+
+    def begin(_: int) -> None:
+        asyncio.run(run())
+        assert read == 2
+
+    settings = RouterSettings(listen="127.0.0.1:0")
+    all_at_once(1, begin)
