@@ -25,6 +25,7 @@ from router.processes import Board, Worker, Workers, _end_with, reserved
 from router.settings import RouterSettings
 from router.standings import Record
 from router.waitlist import Place
+from tests.router.command import START_S
 from tests.router.forked import all_at_once, forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +47,13 @@ class Process:
 
     def urls(self, said: str) -> list[str]:
         return re.findall(rf"{said} (http\S+)", self.log)
+
+    async def listen(self, workers: int) -> None:
+        """Waits until so many have begun to listen; that takes its time on a busy machine."""
+        async with asyncio.timeout(START_S):
+            while len(self.urls("listening on")) < workers:
+                assert self.process.returncode is None, self.log
+                await asyncio.sleep(0.005)
 
     def children(self) -> list[int]:
         pid = self.process.pid
@@ -124,7 +132,7 @@ async def test_tr03_workers_share_a_port_and_each_traces_as_itself(start_engine:
     }
     arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--replica", f"e0={engine.url}")
     async with routers(*arguments, **environment) as process:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        await process.listen(2)
         assert len(set(process.urls("listening on"))) == 1
         admins = process.urls("debug pages on")
         assert len(set(admins)) == 2
@@ -165,7 +173,7 @@ async def test_rq06_a_burst_over_four_workers_spreads_and_keeps_limits_as_over_o
     limits = ("--poll-interval-s", "0", "--max-inflight", "12", "--slow-start-s", "0")
     workers = 4
     async with routers("--listen", "127.0.0.1:0", "--workers", str(workers), *limits, *replicas) as process:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == workers, "all listen")
+        await process.listen(workers)
         url = process.urls("listening on")[0]
         await spread(url, lambda: all(engine.generated for engine in engines))
         async with held(40, url) as statuses:
@@ -198,7 +206,7 @@ async def test_ix12_a_burst_with_one_cold_prefix_lands_on_few_replicas_whichever
     replicas = [part for n, engine in enumerate(engines) for part in ("--replica", f"e{n}={engine.url}")]
     limits = ("--poll-interval-s", "0", "--slow-start-s", "0")
     async with routers("--listen", "127.0.0.1:0", "--workers", "4", *limits, *replicas) as process:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 4, "all listen")
+        await process.listen(4)
         url = process.urls("listening on")[0]
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
             posts = []
@@ -231,7 +239,7 @@ async def test_a_replica_that_fails_is_found_out_once_by_four_workers_and_not_by
     replicas = ("--replica", f"bad={bad.url}", "--replica", f"good={good.url}")
     rules = ("--policy", "random", "--eject-after", "5", "--eject-s", "600", "--eject-max-s", "600")
     async with routers("--listen", "127.0.0.1:0", "--workers", "4", *rules, *replicas) as process:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 4, "all listen")
+        await process.listen(4)
         await all_know(process)
         await spread(process.urls("listening on")[0], lambda: good.generated == 80)
         assert asked == 5
@@ -255,7 +263,7 @@ async def test_rq17_requests_wait_in_four_workers_as_in_one(start_engine: Any, k
     arguments = ("--listen", "127.0.0.1:0", "--workers", "4", "--replica", f"e0={engine.url}")
     limits = ("--max-inflight", "1", "--queue-limit", "7", "--poll-interval-s", "0")
     async with routers(*arguments, *limits) as process:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 4, "all listen")
+        await process.listen(4)
         url, admin = process.urls("listening on")[0], process.urls("debug pages on")[0]
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as client:
@@ -295,7 +303,7 @@ async def test_any_workers_pages_show_all_of_them(start_engine: Any, kit: Any) -
     rule = '{"name": "texts", "policy": "least-loaded", "path": "/v1/completions"}'
     arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--replica", f"e0={engine.url}", "--rule", rule)
     async with routers(*arguments) as process, aiohttp.ClientSession() as client:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        await process.listen(2)
         admins = process.urls("debug pages on")
 
         async def page(path: str, admin: str = admins[0]) -> Any:
@@ -344,7 +352,7 @@ async def test_pages_on_the_port_that_workers_share_show_all_of_them_whoever_is_
     engine = await start_engine()
     arguments = ("--listen", "127.0.0.1:0", "--admin-listen", "same", "--workers", "2")
     async with routers(*arguments, "--replica", f"e0={engine.url}") as process:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        await process.listen(2)
         assert not process.urls("debug pages on")
         url, asked = process.urls("listening on")[0], set[int]()
         async with asyncio.timeout(20):
@@ -367,7 +375,7 @@ async def test_px17_workers_finish_open_streams_at_sigterm(start_engine: Any, ki
     engine = await start_engine(answer=answer)
     arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--replica", f"e0={engine.url}")
     async with routers(*arguments) as process, aiohttp.ClientSession() as client:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        await process.listen(2)
         url = process.urls("listening on")[0]
         async with client.post(f"{url}/v1/completions", json={**BODY, "stream": True}) as response:
             await response.content.readexactly(10)
@@ -381,7 +389,7 @@ async def test_px17_workers_finish_open_streams_at_sigterm(start_engine: Any, ki
 async def test_a_worker_that_cannot_start_ends_them_all(tmp_path: Path) -> None:
     arguments = ("--listen", "127.0.0.1:0", "--workers", "2", "--tls-cert", str(tmp_path / "gone.pem"))
     async with routers(*arguments) as process:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(START_S):
             assert await process.process.wait() == 2
     assert "gone.pem" in process.log
     assert "could not start" in process.log
@@ -434,12 +442,12 @@ async def test_op02_a_worker_that_is_started_again_has_the_settings_that_the_oth
     program = "from router import processes; processes.STARTED_S = 0.0; import warmroute; warmroute.main()"
     arguments = ("--config", str(path), "router", "--listen", "127.0.0.1:0", "--workers", "2")
     async with processes("-c", program, *arguments) as process, aiohttp.ClientSession() as client:
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 2, "both listen")
+        await process.listen(2)
         path.write_text(f'[router]\nreplica = ["b={engine.url}"]\n')
         process.process.send_signal(signal.SIGHUP)
         await kit.wait_until(lambda: process.log.count("replica a is gone") == 2, "both took it over")
         os.kill(process.children()[0], signal.SIGKILL)
-        await kit.wait_until(lambda: len(process.urls("listening on")) == 3, "another one listens")
+        await process.listen(3)
         async with client.get(process.urls("debug pages on")[-1] + "/debug/replicas") as page:
             assert [replica["name"] for replica in (await page.json())["replicas"]] == ["b"]
 
