@@ -412,7 +412,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _, port = self.admin_address() or ("", 0)
         if port + self.workers > 1 << 16:
             raise SettingsError(
-                f"--admin-listen: the pages of {self.workers} workers would be at port {port} and those after, "
+                f"--admin-listen: the pages of {self.workers} workers would be at port {port} and after, "
                 f"and there is none above 65535; choose {(1 << 16) - self.workers} or less"
             )
         self.rules()
