@@ -118,6 +118,16 @@ def modules_named(package: str) -> list[str]:
     return [name for each in listed for name in re.findall(r"`(\w+)/?`", each)]
 
 
+@pytest.mark.parametrize("package", warmroute.PACKAGES)
+def test_every_module_is_named_in_its_section_of_the_architecture(package: str) -> None:
+    section = re.search(
+        rf"^## {package}/.*?(?=^## |\Z)", text_of("docs/architecture.md"), re.DOTALL | re.MULTILINE
+    )
+    assert section is not None
+    named = set(re.findall(r"(?:`|\*\*)(\w+)(?:`|\*\*)", section[0]))
+    assert sorted({path.stem for path in (ROOT / package).rglob("*.py")} - {"__init__"} - named) == []
+
+
 def test_modules_that_the_architecture_lists_exist() -> None:
     named = modules_named("router")
     assert {"plan", "decider", "pool"} <= set(named)
