@@ -8,8 +8,7 @@ or a restart, is a candidate for a growing share of requests only: otherwise the
 sent all of them while it warms up.
 
 Failures, ejections and trials are of the router: where it has several workers, what one has found out holds
-for all, and one of them alone tries a replica again. That a replica is new or healthy again each sees for
-itself.
+for all, and one of them alone tries a replica again. That a replica is new each sees for itself.
 """
 
 from __future__ import annotations
@@ -26,6 +25,12 @@ from router.standings import NOBODY, OwnStandings, Record, Standings
 
 SLOW_START_SHARE = 0.1
 """What a replica that has just come back is a candidate for, of all requests."""
+
+
+SAME_RETURN_S = 5.0
+"""Whoever sees within so long that a replica has come back sees the same return: health checks of several
+workers are that far apart, late ones too.
+"""
 
 
 class Standing(StrEnum):
@@ -214,12 +219,17 @@ class Outliers:
         self._came_at[name] = self._clock()
 
     def came_back(self, name: str) -> None:
-        """The replica is healthy after it was not, or another one: what it has done before says nothing."""
-        self.came(name)
+        """The replica is healthy after it was not, or another one: what it has done before says nothing.
+
+        Where there are several workers each sees it by itself, and what one of them has found out since the
+        first did stays.
+        """
+        now = self._clock()
         with self._records.alone():
-            record = self._records.get(name)
-            if record is not None:
-                self._records.put(name, replace(record, ejected=False, failures=0, trying=NOBODY))
+            record = self._records.get(name) or Record()
+            if now - record.back_at >= SAME_RETURN_S:
+                back = replace(record, ejected=False, failures=0, trying=NOBODY, back_at=now)
+                self._records.put(name, back)
 
     def forget(self, name: str) -> None:
         """The replica is none of ours any more."""

@@ -20,8 +20,8 @@ NOBODY = 0
 class Record(msgspec.Struct, frozen=True):
     """``failures`` in a row; ``ejections`` so far, for the length of the next one; whether it is ``ejected``,
     and ``until`` when, before one request tries it; the number of the worker that is ``trying`` it since
-    then; when it was ``back_at`` after such a trial. Times are in seconds of a clock that all workers have in
-    common.
+    then; when it was last ``back_at``, after such a trial or from being down. Times are in seconds of a clock
+    that all workers have in common.
     """
 
     failures: int = 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.ledger import Ledger
-from router.outliers import OutlierRules, Outliers, Standing
+from router.outliers import SAME_RETURN_S, OutlierRules, Outliers, Standing
 from router.standings import MOST_REPLICAS, SHAPE, Record, SharedStandings, let_go
 from tests.router.forked import all_at_once, patient_mutex
 
@@ -286,7 +286,21 @@ def test_a_worker_that_is_started_again_takes_no_ejection_back_by_finding_the_re
     two.came("a")
     assert two.standing("a") is Standing.EJECTED
     two.came_back("a")
-    assert [one.standing("a"), two.standing("a")] == [Standing.IN, Standing.SLOW_START]
+    assert [one.standing("a"), two.standing("a")] == [Standing.SLOW_START] * 2
+
+
+def test_a_worker_that_sees_late_that_a_replica_is_healthy_again_takes_back_nothing_found_out_since() -> None:
+    rig = Rig()
+    (one, two, _), _ = workers_of(rig)
+    one.came_back("a")
+    for _ in range(3):
+        one.failed("a")
+    rig.now += 2.0
+    two.came_back("a")
+    assert [one.standing("a"), two.standing("a")] == [Standing.EJECTED] * 2
+    rig.now += SAME_RETURN_S
+    two.came_back("a")
+    assert [one.standing("a"), two.standing("a")] == [Standing.SLOW_START] * 2
 
 
 how_it_ends = st.sampled_from(("failed", "succeeded", "let_go"))
