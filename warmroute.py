@@ -4,268 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import json
 import logging
-import os
-import re
 import signal
-import tomllib
-import types
-from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import click
 import msgspec
-from click.core import ParameterSource
 
+from cli.errors import ERRORS, StartError, told
+from cli.options import PREFIX, Grouped, in_environment, settings_options
+from cli.settings import SECTIONS, read_config, reread, settings_of, warn_of_misspelt_variables
+from cli.tables import (
+    DEFAULT,
+    new_console,
+    show_findings,
+    show_report,
+    show_reuse,
+    show_settings,
+    show_verdicts,
+    status,
+)
 from events.schema import EventError
 from indexer.errors import IndexerError
 from indexer.settings import IndexerSettings
 from router.errors import RouterError
-from router.errors import SettingsError as RouterSettingsError
 from router.processes import Worker, Workers
-from router.rules import Rule
 from router.settings import RouterSettings
-from simulator.errors import SimulatorError
 from simulator.settings import EngineSettings
 
 __version__ = "0.1.0"
 
-PACKAGES = ("events", "indexer", "router", "simulator")
-ERRORS = (EventError, IndexerError, RouterError, SimulatorError)
-SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "indexer": IndexerSettings,
-    "router": RouterSettings,
-    "engine": EngineSettings,
-}
-PREFIX = "WARMROUTE_"
-SHOWS_SOURCES = "`warmroute config` shows the sources"
+PACKAGES = ("cli", "events", "indexer", "router", "simulator")
 CURVE_FIELDS = ("curve_key", "curve_server", "curve_client")
 RECORD_FIELDS = tuple(name for name in RouterSettings.__struct_fields__ if name != "workers")
 """One process writes a recording."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 WORKER_LOG_FORMAT = "%(asctime)s %(levelname)s worker {number} %(name)s: %(message)s"
-SOURCES = {"DEFAULT": "default", "DEFAULT_MAP": "config file", "ENVIRONMENT": "environment"}
-
-Config = msgspec.defstruct(
-    "Config",
-    [(name, section, msgspec.field(default_factory=section)) for name, section in SECTIONS.items()],
-    forbid_unknown_fields=True,
-)
-
-
-class StartError(click.ClickException):
-    """A command that cannot start: one line, exit code 2."""
-
-    exit_code = 2
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"error: {self.format_message()}", err=True, file=file)
-
-
-def _told(error: click.UsageError) -> str:
-    """A usage error in one line, which names the variable when the value is from the environment."""
-    command = error.ctx.command_path if error.ctx is not None else "warmroute"
-    message = error.format_message()
-    parameter = error.param if isinstance(error, click.BadParameter) else None
-    if parameter is not None and parameter.name and error.ctx is not None:
-        source = error.ctx.get_parameter_source(parameter.name)
-        if source is ParameterSource.ENVIRONMENT:
-            message = f"{error.ctx.auto_envvar_prefix}_{parameter.name.upper()}: {error.message}"
-    if isinstance(error, click.NoSuchOption):
-        of_all = {flag for each in main.params for flag in each.opts}
-        if error.option_name in of_all and error.ctx is not None:
-            message += (
-                f" It goes in front of the command: warmroute {error.option_name} ... {error.ctx.info_name}."
-            )
-    return f"{message} See `{command} --help`."
-
-
-# settings: one struct a section, made into flags, environment variables and TOML keys
-
-
-def settings_options(section: type[msgspec.Struct], only: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """A click option for each field of a settings struct, or for those named alone."""
-    hints = get_type_hints(section, include_extras=True)
-    headings: dict[str, str] = getattr(section, "HEADINGS", {})
-
-    def decorate(command: Any) -> Any:
-        heading = "Options"
-        options = []
-        for field in msgspec.structs.fields(section):
-            heading = headings.get(field.name, heading)
-            if not only or field.name in only:
-                options.append(_option(field, hints[field.name], heading))
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-class _Setting(click.Option):
-    """An option that stands below ``heading`` in the help."""
-
-    def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.heading = heading
-
-
-class _Grouped(click.Command):
-    """A command with so many settings that its help has headings for them."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        below: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
-                below.setdefault(getattr(param, "heading", "Options"), []).append(record)
-        for heading, records in below.items():
-            with formatter.section(heading):
-                formatter.write_dl(records)
-
-
-class _Json(click.ParamType):  # type: ignore[type-arg]
-    """A table: as the configuration file has it, or JSON in a flag or the environment."""
-
-    name = "json"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, dict):
-            return value
-        try:
-            table = json.loads(value)
-        except ValueError as error:
-            self.fail(f"{value!r} is no JSON: {error}", param, ctx)
-        if not isinstance(table, dict):
-            self.fail(f'{value!r} is no JSON object; write {{"name": value}}', param, ctx)
-        return table
-
-    def split_envvar_value(self, rv: str) -> list[Any]:
-        """A JSON array of objects; what is none is left to ``convert`` to refuse."""
-        try:
-            tables = json.loads(rv)
-        except ValueError:
-            return [rv]
-        return tables if isinstance(tables, list) else [tables]
-
-
-def _is_table(kind: Any) -> bool:
-    return get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, msgspec.Struct))
-
-
-def _in_environment(command: str, setting: str) -> str:
-    """What the help says below all settings, instead of the variable's name below each."""
-    name = f"{PREFIX}{command}_{setting}".upper()
-    return f"In the environment each setting is {PREFIX}{command.upper()}_..., such as {name}."
-
-
-def _option(field: msgspec.structs.FieldInfo, hint: Any, heading: str) -> Callable[[Any], Any]:
-    kind, help_text = _kind_and_help(hint)
-    repeated = get_origin(kind) is tuple
-    tables = _is_table(get_args(kind)[0] if repeated else kind)
-    if repeated and tables:
-        help_text += " In the environment, a JSON array."
-    elif repeated:
-        help_text += " In the environment, separated by blanks."
-    flag = f"--{field.name.replace('_', '-')}"
-    return click.option(
-        f"{flag}/--no-{flag[2:]}" if kind is bool else flag,
-        type=_Json() if tables else str if repeated else kind,
-        default=field.default,
-        multiple=repeated,
-        help=help_text,
-        show_default=field.default not in (None, ()),
-        cls=_Setting,
-        heading=heading,
-    )
-
-
-def _kind_and_help(hint: Any) -> tuple[Any, str]:
-    """The type of ``Annotated[T | None, Meta(description=...)]``, and its description."""
-    help_text = ""
-    if hasattr(hint, "__metadata__"):
-        help_text = next((meta.description for meta in hint.__metadata__ if meta.description), "")
-        hint = get_args(hint)[0]
-    if get_origin(hint) in (types.UnionType, Union):
-        hint = next(part for part in get_args(hint) if part is not type(None))
-    if hasattr(hint, "__metadata__"):
-        hint = get_args(hint)[0]
-    return hint, help_text
-
-
-def _settings(name: str, values: dict[str, Any]) -> Any:
-    try:
-        settings: Any = msgspec.convert(values, SECTIONS[name])
-        settings.check()
-    except msgspec.ValidationError as error:
-        raise StartError(f"{name} settings: {_as_flag(str(error), values)}; {SHOWS_SOURCES}") from error
-    except ERRORS as error:
-        raise StartError(f"{name} settings: {error}; {SHOWS_SOURCES}") from error
-    return settings
-
-
-def _as_flag(error: str, values: dict[str, Any]) -> str:
-    """A validation error as one who wrote a flag reads it: with the flag and its value, not msgspec's path.
-
-    ``Expected `int` >= 1 - at `$.workers` `` becomes ``--workers 0: Expected `int` >= 1``.
-    """
-    problem, _, path = error.partition(" - at `$.")
-    place = re.match(r"([a-z_]+)(?:\[(\d+)\])?(.*)`", path)
-    if place is None:
-        return error
-    field, index, inner = place.groups()
-    value = values[field] if index is None else values[field][int(index)]
-    shown = json.dumps(value) if isinstance(value, dict) else value
-    within = f" at `{inner.lstrip('.')}`" if inner else ""
-    meant = _hint(error.replace("`$.", "`$.router."), {}) if index is not None else ""
-    return f"--{field.replace('_', '-')} {shown}: {problem}{within}{meant}"
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """A TOML file, checked whole: unknown keys and bad values are refused with their path."""
-    try:
-        with path.open("rb") as file:
-            tables = tomllib.load(file)
-        msgspec.convert(tables, Config)
-    except OSError as error:
-        raise StartError(f"cannot read --config {path}: {error.strerror}") from error
-    except msgspec.ValidationError as error:
-        raise StartError(f"--config {path}: {error} (`$` is the file){_hint(str(error), tables)}") from error
-    except ValueError as error:
-        raise StartError(f"--config {path} is no TOML: {error}") from error
-    return tables
-
-
-def _hint(error: str, tables: dict[str, Any]) -> str:
-    """What a validation error leaves out: the value that is of the wrong type, or what may have been meant by
-    a key that does not exist, and where to read what there is.
-    """
-    section, *rest = re.findall(r"[.]([a-z_]+)", error.partition(" - at `$")[2]) or [""]
-    found = re.search(r"unknown field `(.*?)`", error)
-    if found is None:
-        value: Any = tables.get(section, {})
-        for key in rest:
-            value = value.get(key) if isinstance(value, dict) else None
-        return f"; it says {value!r}" if rest and value is not None else ""
-    if not section:
-        known, where = list(SECTIONS), ""
-    elif rest:  # inside of a rule
-        known, where = [field.name for field in msgspec.structs.fields(Rule)], ""
-    else:
-        known = [field.name for field in msgspec.structs.fields(SECTIONS[section])]
-        where = f"; `warmroute {section} --help` lists them"
-    meant = difflib.get_close_matches(found[1].lower().replace("-", "_"), known, n=1)
-    if meant:
-        return f"; is {meant[0]!r} meant?"
-    return where or f"; known are {', '.join(known)}"
+SOURCES = {"DEFAULT": DEFAULT, "DEFAULT_MAP": "config file", "ENVIRONMENT": "environment"}
 
 
 def _run(service: str, name: str, values: dict[str, Any], **more: Any) -> None:
@@ -273,7 +54,7 @@ def _run(service: str, name: str, values: dict[str, Any], **more: Any) -> None:
     module = importlib.import_module(service)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(module.serve(_settings(name, values), **more))
+            runner.run(module.serve(settings_of(name, values), **more))
     except ERRORS as error:
         raise StartError(str(error)) from error
 
@@ -304,36 +85,6 @@ def _quiet() -> None:
     root.setLevel(max(root.level, logging.WARNING))
 
 
-def _console(**options: Any) -> Any:
-    """For commands that print. A service never does, and goes without the 2 MB that ``rich`` takes."""
-    from rich.console import Console  # noqa: PLC0415
-
-    return Console(**options)
-
-
-def _status(text: str) -> AbstractContextManager[Any]:
-    """Says on the terminal what takes its time."""
-    from rich.text import Text  # noqa: PLC0415
-
-    status: AbstractContextManager[Any] = _console(stderr=True).status(Text(text))
-    return status
-
-
-def _warn_of_misspelt_variables() -> None:
-    """Other names with our prefix are none of our business: Kubernetes makes such for its services."""
-    known = {f"{PREFIX}CONFIG", f"{PREFIX}LOG_LEVEL"}
-    for name, section in SECTIONS.items():
-        known |= {f"{PREFIX}{name}_{field.name}".upper() for field in msgspec.structs.fields(section)}
-    for name in os.environ:
-        if name.startswith(PREFIX) and name not in known:
-            meant = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-            if meant:
-                logging.getLogger("warmroute").warning("%s is no setting; is %s meant?", name, meant[0])
-
-
-# commands
-
-
 @click.group(
     context_settings={
         "auto_envvar_prefix": PREFIX.rstrip("_"),
@@ -360,9 +111,9 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
     """
     logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     _check_packages()
-    _warn_of_misspelt_variables()
+    warn_of_misspelt_variables()
     if config is not None:
-        tables = _read_config(config)
+        tables = read_config(config)
         routing = tables.get("router", {})
         indexing = tables.get("indexer", {})
         keys = {name: indexing[name] for name in CURVE_FIELDS if name in indexing}
@@ -374,7 +125,7 @@ def main(context: click.Context, config: Path | None, log_level: str) -> None:
 @main.group(
     invoke_without_command=True,
     subcommand_metavar="[COMMAND DIR]",
-    epilog=_in_environment("indexer", "map_size"),
+    epilog=in_environment("indexer", "map_size"),
 )
 @settings_options(IndexerSettings)
 @click.pass_context
@@ -402,27 +153,16 @@ def check(folder: Path, as_json: bool) -> None:
     from indexer.check import check_folder  # noqa: PLC0415
 
     try:
-        with _status(f"checking {folder}"):
+        with status(f"checking {folder}"):
             report = check_folder(folder)
     except IndexerError as error:
         raise StartError(str(error)) from error
     if as_json:
         click.echo(json.dumps({"clean": report.clean, **msgspec.to_builtins(report)}))
     else:
-        _print_report(report)
+        show_report(report)
     if not report.clean:
         raise SystemExit(1)
-
-
-def _print_report(report: Any) -> None:
-    for violation in report.violations:
-        click.echo(f"{violation.table}: {violation.key}: {violation.problem}")
-    if report.found > len(report.violations):
-        click.echo(f"... and {report.found - len(report.violations):,} more")
-    entries = ", ".join(f"{count:,} {table}" for table, count in report.entries.items())
-    click.echo(f"{report.found or 'no'} violations; {report.streams} current streams; rows: {entries}")
-    if report.commits_behind:
-        click.echo(f"the indexer is running: it made {report.commits_behind} commits meanwhile")
 
 
 @indexer.command()
@@ -435,7 +175,7 @@ def compact(folder: Path) -> None:
     from indexer.compact import compact as compact_map  # noqa: PLC0415
 
     try:
-        with _status(f"compacting {folder}"):
+        with status(f"compacting {folder}"):
             done = compact_map(folder)
     except IndexerError as error:
         raise StartError(str(error)) from error
@@ -461,7 +201,7 @@ def dump(folder: Path) -> None:
         raise StartError(str(error)) from error
 
 
-@main.command(cls=_Grouped, epilog=_in_environment("router", "queue_limit"))
+@main.command(cls=Grouped, epilog=in_environment("router", "queue_limit"))
 @settings_options(RouterSettings)
 @click.pass_context
 def router(context: click.Context, /, **values: Any) -> None:
@@ -470,8 +210,8 @@ def router(context: click.Context, /, **values: Any) -> None:
     Replicas that are added to or taken from the --config file come and go while it runs, also at SIGHUP.
     """
     path = context.parent.params.get("config") if context.parent is not None else None
-    more = {"reread": lambda: _reread(context, values, path), "config": path}
-    settings: RouterSettings = _settings("router", values)
+    more = {"reread": lambda: reread(context, values, path), "config": path}
+    settings: RouterSettings = settings_of("router", values)
     if settings.workers == 1:
         _run("router.service", "router", values, **more)
         return
@@ -493,25 +233,6 @@ def _work(worker: Worker, values: dict[str, Any], more: dict[str, Any]) -> None:
         raise SystemExit(error.exit_code) from error
 
 
-def _reread(context: click.Context, values: dict[str, Any], path: Path | None) -> RouterSettings:
-    """The router's settings with what the file says now. Flags and the environment cannot have changed.
-
-    Raises SettingsError.
-    """
-    fields = {field.name: field.default for field in msgspec.structs.fields(RouterSettings)}
-    given = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-    try:
-        said = _read_config(path).get("router", {}) if path is not None else {}
-        now = {
-            name: values[name] if context.get_parameter_source(name) in given else said.get(name, default)
-            for name, default in fields.items()
-        }
-        settings: RouterSettings = _settings("router", now)
-    except StartError as error:
-        raise RouterSettingsError(error.format_message()) from error
-    return settings
-
-
 @main.command()
 @click.argument("name", type=click.Path(path_type=Path), metavar="NAME")
 def keygen(name: Path) -> None:
@@ -529,7 +250,7 @@ def keygen(name: Path) -> None:
     click.echo(f"{public}: the public key, for the others\n{secret}: both keys, for {name.name} alone")
 
 
-@main.command(epilog=_in_environment("engine", "block_size"))
+@main.command(epilog=in_environment("engine", "block_size"))
 @settings_options(EngineSettings)
 def engine(**values: Any) -> None:
     """Simulates a vLLM replica without a GPU.
@@ -585,7 +306,7 @@ def doctor(
     if as_json:
         click.echo(json.dumps({"findings": msgspec.to_builtins(findings)}))
     else:
-        _print_findings(findings)
+        show_findings(findings)
     if any(finding.level == "bad" for finding in findings):
         raise SystemExit(1)
 
@@ -611,34 +332,14 @@ async def _examine(
     if indexer is not None:
         checked_url("--indexer", indexer)
     of_folder, kept_by = check_map(folder) if folder is not None else (None, None)
-    with _status(f"looking, and listening for {wait_s:g} s"):
+    with status(f"looking, and listening for {wait_s:g} s"):
         connector = aiohttp.TCPConnector(resolver=NameResolver())
         async with aiohttp.ClientSession(connector=connector) as session:
             looks = examine(specs, indexer or kept_by, session, wait_s=wait_s, curve=curve)
             return [finding async for finding in looks] + ([] if of_folder is None else [of_folder])
 
 
-def _print_findings(findings: list[Any]) -> None:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    table = Table("", "of", "check", "found, and what to do", box=box.SIMPLE_HEAD, pad_edge=False)
-    marks = {"ok": Text("ok", "green"), "warning": Text("warning", "yellow"), "bad": Text("bad", "bold red")}
-    for finding in findings:
-        told = Text(finding.found)
-        if finding.fix and finding.level != "ok":
-            told.append(f"\n-> {finding.fix}", "bold")
-        table.add_row(marks[finding.level], Text(finding.of), Text(finding.check), told)
-    console = _console(highlight=False)
-    console.print(table)
-    counts = Counter(finding.level for finding in findings)
-    console.print(
-        ", ".join(f"{counts[level]} {level}" for level in ("bad", "warning", "ok") if counts[level])
-    )
-
-
-@main.command(cls=_Grouped, epilog=_in_environment("record", "listen"))
+@main.command(cls=Grouped, epilog=in_environment("record", "listen"))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="File to write; must be new.")
 @click.option(
     "--one-at-a-time",
@@ -657,7 +358,7 @@ def record(output: Path, one_at_a_time: bool, **values: Any) -> None:
 
     keys = {name: values.pop(name) for name in CURVE_FIELDS}
     try:
-        settings, curve = _settings("router", values), _curve(keys)
+        settings, curve = settings_of("router", values), _curve(keys)
         done = asyncio.run(run_record(settings, output, one_at_a_time=one_at_a_time, curve=curve))
     except (EventError, RouterError) as error:
         raise StartError(str(error)) from error
@@ -693,37 +394,9 @@ def verify(recordings: tuple[Path, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"recordings": msgspec.to_builtins(verdicts)}))
     else:
-        _print_verdicts(verdicts)
+        show_verdicts(verdicts)
     if not all(verdict.exact for verdict in verdicts):
         raise SystemExit(1)
-
-
-def _print_verdicts(verdicts: list[Any]) -> None:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    title = "Predicted against reported cached tokens, request by request"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("recording", "replica"):
-        table.add_column(name, no_wrap=True)
-    for name in ("checked", "hits", "exact", "over", "under", "restarted"):
-        table.add_column(name, justify="right")
-    console = _console(markup=False)
-    for verdict in verdicts:
-        for replica, tally in verdict.replicas.items():
-            counts = (tally.checked, tally.hits, tally.exact, tally.over, tally.under, tally.restarted)
-            table.add_row(verdict.file, replica, *(str(count) for count in counts))
-    console.print(table)
-    for verdict in verdicts:
-        for miss in verdict.misses:
-            console.print(
-                f"{verdict.file} request {miss.request} on {miss.replica}: "
-                f"predicted {miss.predicted} tokens, reported {miss.reported}"
-            )
-        if not any(tally.checked for tally in verdict.replicas.values()):
-            console.print(f"{verdict.file}: nothing to check, no request in it is marked for it")
-        if verdict.unusable:
-            console.print(f"{verdict.file}: {verdict.unusable} requests say too little to be checked")
 
 
 @main.command()
@@ -742,7 +415,7 @@ def reuse(recordings: tuple[Path, ...], as_json: bool, top: int) -> None:
     try:
         measured = []
         for path in recordings:
-            with _status(f"reading {path}"):
+            with status(f"reading {path}"):
                 measured.append(measure(path))
     except OSError as error:
         raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -753,35 +426,7 @@ def reuse(recordings: tuple[Path, ...], as_json: bool, top: int) -> None:
         click.echo(json.dumps({"recordings": told}))
         return
     for each in measured:
-        _print_reuse(each, top)
-
-
-def _print_reuse(found: Any, top: int) -> None:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
-    console = _console(markup=False, highlight=False)
-    console.print(f"{found.file}: {found.requests:,} requests, {found.prompt:,} prompt tokens")
-    if found.guessed:
-        console.print(f"  tokens of {found.guessed:,} are guessed, four characters each: none were recorded")
-    for name, part, whole in (
-        ("cached, as engines reported", found.cached, found.reported),
-        ("in one cache that forgets nothing", found.reusable, found.prompt),
-        ("repeated behind a first difference", found.lost, found.prompt),
-    ):
-        console.print(f"  {name:<36}{f'{100 * part / whole:.1f} %' if whole else 'not told':>9}")
-    if found.breaks:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("where prompts part")
-        table.add_column("requests", justify="right")
-        table.add_column("tokens lost", justify="right")
-        table.add_column("...in common [here | earlier]", overflow="fold")
-        for each in found.breaks[:top]:
-            text = f"...{each.before}[{each.here} | {each.earlier}]"
-            table.add_row(each.place, f"{each.requests:,}", f"{each.lost_tokens:,}", Text(repr(text)[1:-1]))
-        console.print(table)
-    console.print(found.verdict())
+        show_reuse(each, top)
 
 
 @main.command()
@@ -872,7 +517,7 @@ def replay(
     from simulator.fleet import Shape  # noqa: PLC0415
     from simulator.replay import load_trace  # noqa: PLC0415
 
-    terminal = _console(stderr=True)
+    terminal = new_console(stderr=True)
     try:
         requests = load_trace(trace, seed, spread_out=spread, per_s=per_s)
         results = compare(
@@ -883,7 +528,7 @@ def replay(
     if as_json:
         click.echo(msgspec.json.encode(results))
     else:
-        console = _console(markup=False, highlight=False)
+        console = new_console(markup=False, highlight=False)
         console.print(table_of(results, f"{trace}, {shape['replicas']} replicas"))
         for sentence in verdict(results):
             console.print(sentence)
@@ -894,14 +539,11 @@ def replay(
 @click.pass_context
 def config(context: click.Context, as_json: bool) -> None:
     """Prints the settings in effect, and where each comes from."""
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
     rows = []
     for name, section in SECTIONS.items():
         command = main.commands[name]
         inner = command.make_context(name, [], parent=context.parent)
-        _settings(name, inner.params)
+        settings_of(name, inner.params)
         for field in msgspec.structs.fields(section):
             source = inner.get_parameter_source(field.name)
             origin = SOURCES.get(source.name, source.name.lower()) if source else "default"
@@ -911,24 +553,7 @@ def config(context: click.Context, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows))
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("setting", no_wrap=True)
-    for name in ("value", "from"):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        # What somebody has set stands out from some ninety settings that nobody touched.
-        style = "dim" if row["source"] == SOURCES["DEFAULT"] else None
-        table.add_row(row["setting"], _as_written(row["value"]), row["source"], style=style)
-    _console(markup=False, highlight=False).print(table)
-
-
-def _as_written(value: Any) -> str:
-    """A setting's value as a flag takes it; nothing for one that is not set."""
-    if isinstance(value, tuple):
-        return "\n".join(map(_as_written, value))
-    if value is None:
-        return ""
-    return json.dumps(value) if isinstance(value, bool | dict) else str(value)
+    show_settings(rows)
 
 
 def run() -> None:
@@ -938,7 +563,7 @@ def run() -> None:
     except click.Abort:  # Ctrl-C; 1 says of some commands that they found something wrong
         raise SystemExit(128 + signal.SIGINT) from None
     except click.UsageError as error:
-        StartError(_told(error)).show()
+        StartError(told(error, main)).show()
         raise SystemExit(StartError.exit_code) from None
     except click.ClickException as error:
         error.show()

@@ -18,6 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 import warmroute
+from cli.settings import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMQL_LABELS = {"le", "job"}
@@ -33,7 +34,7 @@ def settings_of(arguments: list[str]) -> Any:
     name, *rest = arguments
     command = warmroute.main.commands[name]
     values = command.make_context(name, list(rest)).params
-    settings = msgspec.convert(values, warmroute.SECTIONS[name])
+    settings = msgspec.convert(values, SECTIONS[name])
     settings.check()
     return settings
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import warmroute
+from cli.settings import SECTIONS, Config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
@@ -65,17 +66,17 @@ def test_commands_in_the_documents_are_understood(document: str) -> None:
         name = next(word for word in arguments if word in warmroute.main.commands)
         command = warmroute.main.commands[name]
         values = command.make_context(name, arguments[arguments.index(name) + 1 :]).params
-        if name in warmroute.SECTIONS:
-            fields = {field.name for field in msgspec.structs.fields(warmroute.SECTIONS[name])}
+        if name in SECTIONS:
+            fields = {field.name for field in msgspec.structs.fields(SECTIONS[name])}
             given = {key: value for key, value in values.items() if key in fields}
-            msgspec.convert(given, warmroute.SECTIONS[name]).check()
+            msgspec.convert(given, SECTIONS[name]).check()
 
 
 def test_files_of_settings_in_the_documents_are_taken() -> None:
     tables = [tomllib.loads(fence) for fence in fences("docs/operating.md", "toml")]
     assert len(tables) >= 2
     for table in tables:
-        config = msgspec.convert(table, warmroute.Config)
+        config = msgspec.convert(table, Config)
         for name in table:
             getattr(config, name).check()
 

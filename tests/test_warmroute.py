@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 import warmroute
+from router.settings import RouterSettings
 
 COMMANDS = ("indexer", "router", "engine", "record", "verify", "demo", "config")
 
@@ -84,7 +85,7 @@ def test_what_a_command_does_is_not_cut_short_in_the_list_of_commands(group: lis
 def test_the_help_of_a_router_has_headings_and_says_once_how_variables_are_named() -> None:
     said = CliRunner().invoke(warmroute.main, ["router", "--help"], terminal_width=80).output
     headings = re.findall(r"^(\w.*):$", said, re.MULTILINE)
-    assert headings == ["Options", *warmroute.RouterSettings.HEADINGS.values()]
+    assert headings == ["Options", *RouterSettings.HEADINGS.values()]
     assert said.count("WARMROUTE_ROUTER_QUEUE_LIMIT") == 1
     below = said.partition("Full replicas:")[2].partition("\n\n")[0]
     assert re.findall(r"^  (--\S+)", below, re.MULTILINE) == [
@@ -105,8 +106,8 @@ def test_a_recording_is_of_one_process_whatever_the_file_says_of_the_router(
 
 
 def test_headings_in_the_help_are_by_settings_that_exist() -> None:
-    names = {field.name for field in msgspec.structs.fields(warmroute.RouterSettings)}
-    assert warmroute.RouterSettings.HEADINGS.keys() <= names
+    names = {field.name for field in msgspec.structs.fields(RouterSettings)}
+    assert RouterSettings.HEADINGS.keys() <= names
 
 
 def test_config_shows_values_as_they_are_written_and_settings_in_one_piece(
