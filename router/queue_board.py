@@ -7,7 +7,7 @@ of a name are one: whoever is first of all looks for room, and whoever is last o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 
 from router.bells import Bells
@@ -40,15 +40,15 @@ class SharedQueue:
     def alone(self) -> AbstractContextManager[None]:
         return self._row.alone()
 
-    def tell(self, line: Hashable, places: Sequence[Place]) -> None:
-        if not places:
+    def tell(self, line: Hashable, count: int, ends: tuple[Place, Place] | None) -> None:
+        if ends is None:
             self._row.drop(_name(line))
             return
-        first, last = places[0], places[-1]
+        first, last = ends
         self._row.put(
             _name(line),
             self.worker,
-            len(places),
+            count,
             first.priority,
             first.came_at,
             first.number,

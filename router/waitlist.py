@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import time
 from bisect import insort
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple, Protocol, TypeVar
 
 from router.errors import SaturatedError
@@ -37,8 +37,8 @@ class Elsewhere(Protocol):
     def alone(self) -> AbstractContextManager[None]:
         """While this is held, no other worker's queue changes."""
 
-    def tell(self, line: Hashable, places: Sequence[Place]) -> None:
-        """Those that wait here in a line now, the best first."""
+    def tell(self, line: Hashable, count: int, ends: tuple[Place, Place] | None) -> None:
+        """How many wait here in a line now, and the best and the least important of them."""
 
     def first(self, line: Hashable) -> Place | None:
         """The best that waits there in a line, of workers that look for room."""
@@ -61,7 +61,7 @@ class Nowhere:
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def tell(self, line: Hashable, places: Sequence[Place]) -> None:
+    def tell(self, line: Hashable, count: int, ends: tuple[Place, Place] | None) -> None:
         pass
 
     def first(self, line: Hashable) -> Place | None:
@@ -163,7 +163,8 @@ class Waitlist:
 
     async def _turn(self, line: Hashable, waiter: _Waiter, choose: Callable[[], _T]) -> _T:
         while not waiter.displaced:
-            if self._lines[line][0] is waiter:
+            first = self._lines[line][0] is waiter
+            if first:
                 self._tell(line)  # That it looks.
                 better = self._elsewhere.first(line)
                 if better is None or waiter.place < better:
@@ -171,11 +172,10 @@ class Waitlist:
                         return choose()
                     except SaturatedError:
                         pass
-            try:
-                async with asyncio.timeout(LOOK_S):
+            # Who is not the first is woken when it becomes that.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S if first else None):
                     await waiter.woken.wait()
-            except TimeoutError:
-                pass
             waiter.woken.clear()
         raise _full(self._limit)
 
@@ -218,7 +218,9 @@ class Waitlist:
                 return
 
     def _tell(self, line: Hashable) -> None:
-        self._elsewhere.tell(line, [waiter.place for waiter in self._lines.get(line, ())])
+        waiting = self._lines.get(line, ())
+        ends = (waiting[0].place, waiting[-1].place) if waiting else None
+        self._elsewhere.tell(line, len(waiting), ends)
 
     def _remove(self, line: Hashable, waiter: _Waiter) -> None:
         waiting = self._lines.get(line, [])

@@ -575,7 +575,7 @@ def test_what_one_worker_has_learned_all_know_and_it_stays_when_the_worker_is_go
     one.standings().put("a", Record(failures=2, ejected=True, trying=one.standings().worker))
     one.retries().put(b"", 3, 1)
     one.seats(lambda: {stream}).take(b"session", stream)
-    one.queue().tell("m", [Place(0, 1.0, 0, 1), Place(0, 2.0, 0, 2)])
+    one.queue().tell("m", 2, (Place(0, 1.0, 0, 1), Place(0, 2.0, 0, 2)))
     assert two.retries().others(b"") == [(3, 1)]
     assert (two.queue().waiting(), two.queue().last()) == (2, Place(0, 2.0, 0, 2))
     board.clear(0)

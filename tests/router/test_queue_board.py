@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -193,7 +193,7 @@ async def test_one_that_is_the_last_of_too_many_by_the_time_that_it_has_joined_i
 
         crowd = 0
 
-        def tell(self, line: Hashable, places: Sequence[Place]) -> None:
+        def tell(self, line: Hashable, count: int, ends: tuple[Place, Place] | None) -> None:
             self.crowd = 5
 
         def waiting(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -118,6 +119,29 @@ async def test_room_that_nobody_tells_of_is_found(monkeypatch: pytest.MonkeyPatc
     await settle()
     room.places = 1
     assert await waiting == "a"
+
+
+async def test_of_all_that_wait_in_a_line_only_the_first_looks_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits, looked_often = Counter[Any](), asyncio.Event()
+    timeout = asyncio.timeout
+
+    def counted(seconds: float | None) -> asyncio.Timeout:
+        waits[seconds] += 1
+        if waits[0.001] == 20:
+            looked_often.set()
+        return timeout(seconds)
+
+    monkeypatch.setattr("router.waitlist.LOOK_S", 0.001)
+    monkeypatch.setattr("asyncio.timeout", counted)
+    waitlist, room = Waitlist(10, 30.0), Room()
+    tasks = [asyncio.create_task(waitlist.take("m", 0, room.take(who))) for who in "abc"]
+    await looked_often.wait()
+    assert waits[None] == 2
+    room.give(waitlist, 3)
+    await asyncio.gather(*tasks)
+    assert room.taken == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
