@@ -29,6 +29,8 @@ LEAST_PIECE = 12
 GUESSED_CHARACTERS = 4
 SHOWN = 32
 """Characters of a prompt shown on each side of a break."""
+DEEPEST = 100
+"""Levels of what stands in each other in a tool or a part."""
 WORTH = 0.05
 """A smaller share of the prompt tokens is nothing that one would notice."""
 
@@ -237,11 +239,17 @@ def _prompt_of(body: dict[str, Any]) -> _Prompt:
 
 
 def _written(value: Any) -> str:
-    """In lines, so that equal parts are found; nothing of what is nested too deeply to be written so."""
-    try:
-        return json.dumps(value, indent=1)
-    except RecursionError:
-        return ""
+    """In lines, so that equal parts are found; nothing of what is nested too deeply: each line of it would
+    begin with as many blanks.
+    """
+    return json.dumps(value, indent=1) if _is_shallow(value, DEEPEST) else ""
+
+
+def _is_shallow(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(each, levels - 1) for each in inner)
 
 
 def _text_of(content: Any) -> str:

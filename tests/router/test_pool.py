@@ -18,6 +18,7 @@ from router.engine_connection import PIECE_BYTES, EngineConnection
 from router.errors import BrokenAnswerError, ConnectTimeoutError, UnreachableError, UpstreamTimeoutError
 from router.head import HeadLimits
 from router.pool import PooledUpstream, origin_and_target
+from tests.router.raw_server import raw_server
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 Act = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -45,9 +46,8 @@ class Server:
 @asynccontextmanager
 async def serving(act: Act) -> AsyncIterator[tuple[Server, str]]:
     made = Server(act)
-    server = await asyncio.start_server(made._connected, "127.0.0.1", 0)
-    async with server:
-        yield made, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with raw_server(made._connected) as url:
+        yield made, url
 
 
 async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import re
 import socket
 import struct
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from router import pool, upstream
 from router.body import BodyPace
 from router.settings import UPSTREAM_CLIENTS
 from router.upstream import MOST_INFORMATIONAL, watch_host
+from tests.router.raw_server import raw_server
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: r\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -158,7 +160,7 @@ async def test_px10_a_body_that_turns_malformed_later_ends_the_connection(
             writer.close()
 
 
-async def taking_raw(taken: list[bytes]) -> asyncio.Server:
+def taking_raw(taken: list[bytes]) -> AbstractAsyncContextManager[str]:
     """An engine that keeps each POST as it came over the wire."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -176,7 +178,7 @@ async def taking_raw(taken: list[bytes]) -> asyncio.Server:
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    return await asyncio.start_server(serve, "127.0.0.1", 0)
+    return raw_server(serve)
 
 
 FORBIDDEN = (
@@ -193,8 +195,8 @@ async def test_px10_trailers_of_a_request_pass_but_for_those_that_would_change_i
     chunks = b'2;a="b"\r\n{}\r\n0\r\nX-T: 1\r\nx-t: \xff\r\n' + evil + b"\r\n"
     request = HEAD + b"X-A: 1\r\nTransfer-Encoding: chunked\r\nTrailer: X-T, X-A\r\n\r\n" + chunks
     taken: list[bytes] = []
-    async with await taking_raw(taken) as server:
-        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with taking_raw(taken) as url:
+        router = await start_router(f"e0={url}")
         for pieces in [request], [request[:-30], request[-30:]], [request[:90], request[90:]]:
             taken.clear()
             rest = HEAD + b"Content-Length: 2\r\n\r\n[]"
@@ -224,7 +226,7 @@ async def test_px10_chunk_extensions_and_trailers_that_may_not_pass_stay_behind(
     assert engine.requests[-1].headers["Content-Length"] == "2"
 
 
-async def answering_raw(answer: bytes, *, closes: bool = False) -> asyncio.Server:
+def answering_raw(answer: bytes, *, closes: bool = False) -> AbstractAsyncContextManager[str]:
     """A server whose answer to any POST is these bytes, and that then leaves, or does not."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -240,7 +242,7 @@ async def answering_raw(answer: bytes, *, closes: bool = False) -> asyncio.Serve
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    return await asyncio.start_server(serve, "127.0.0.1", 0)
+    return raw_server(serve)
 
 
 TRAILED = (
@@ -254,8 +256,8 @@ TRAILED = (
 async def test_px10_trailers_of_an_answer_pass_but_for_those_that_would_change_it(
     start_router: Any, upstream_client: str, kind: bytes
 ) -> None:
-    async with await answering_raw(TRAILED % kind) as server:
-        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with answering_raw(TRAILED % kind) as url:
+        router = await start_router(f"e0={url}")
         got = await exchange(router, HEAD + b"Content-Length: 0\r\n\r\n" + HEAD + b"\r\n", answers=2)
         head, body = got.content.split(b"\r\n\r\n", 1)
         assert b"\r\nTrailer: X-T, X-U\r\n" in head + b"\r\n"
@@ -280,8 +282,8 @@ async def test_px10_an_engine_is_told_who_takes_trailers(start_engine: Any, star
 async def test_px07_a_client_of_http_1_0_is_told_of_an_answer_that_broke_off(start_router: Any) -> None:
     """It knows the end of a body by the end of its connection alone."""
     begun = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
-    async with await answering_raw(begun, closes=True) as server:
-        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with answering_raw(begun, closes=True) as url:
+        router = await start_router(f"e0={url}")
         with pytest.raises(ConnectionResetError):
             await exchange(router, HEAD.replace(b"1.1", b"1.0") + b"Content-Length: 0\r\n\r\n", answers=9)
         assert router.idle()
@@ -307,8 +309,8 @@ async def test_px10_an_upgrade_is_refused_or_ignored_and_never_made(
 
 async def test_px10_a_replica_that_switches_protocols_unasked_is_no_answer(start_router: Any) -> None:
     switched = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\nhello"
-    async with await answering_raw(switched) as server:
-        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with answering_raw(switched) as url:
+        router = await start_router(f"e0={url}")
         got = await exchange(router, HEAD + b"Content-Length: 0\r\n\r\n")
         assert got.statuses == [502]
         assert b"hello" not in got.content
@@ -321,8 +323,8 @@ async def test_px10_an_endless_flood_of_heads_that_are_no_answer_is_none(
 ) -> None:
     said = OK + b"Content-Length: 2\r\n\r\n{}"
     for times, status in ((MOST_INFORMATIONAL, 200), (MOST_INFORMATIONAL + 1, 502), (100_000, 502)):
-        async with await answering_raw(head * times + said) as server:
-            router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with answering_raw(head * times + said) as url:
+            router = await start_router(f"e0={url}")
             ask = b"POST /v1/embeddings HTTP/1.1\r\nHost: r\r\nContent-Length: 0\r\n\r\n"
             got = await exchange(router, ask)
             assert got.statuses == [status]
@@ -348,8 +350,8 @@ TWO_WAYS = {
 async def test_px10_an_answer_that_a_client_could_read_in_another_way_is_a_502(
     start_router: Any, answer: bytes
 ) -> None:
-    async with await answering_raw(answer, closes=True) as server:
-        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with answering_raw(answer, closes=True) as url:
+        router = await start_router(f"e0={url}")
         got = await exchange(router, HEAD + b"Content-Length: 0\r\n\r\n")
         assert got.statuses == [502]
         assert b"hello" not in got.content
@@ -400,8 +402,8 @@ async def test_px07_an_answer_whose_connection_is_reset_is_never_taken_for_whole
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with raw_server(serve) as url:
+        router = await start_router(f"e0={url}")
         ask = HEAD + b"Connection: close\r\nContent-Length: 0\r\n\r\n"
         got = await exchange(router, ask, answers=9)
         assert got.statuses in ([200], [502])
@@ -480,16 +482,16 @@ async def test_px10_an_answer_behind_an_answer_is_nobodys(start_router: Any) -> 
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with raw_server(serve) as url:
+        router = await start_router(f"e0={url}")
         got = await exchange(router, (HEAD + b"Content-Length: 0\r\n\r\n") * 3, answers=3)
         assert (got.content.count(b"hello"), got.content.count(b"evil")) == (3, 0)
 
 
 async def test_px10_answers_have_the_same_limits_of_headers(start_router: Any) -> None:
     many = b"".join(b"X-%d: 1\r\n" % number for number in range(200))
-    async with await answering_raw(b"HTTP/1.1 200 OK\r\n" + many + b"Content-Length: 0\r\n\r\n") as server:
-        replica = f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with answering_raw(b"HTTP/1.1 200 OK\r\n" + many + b"Content-Length: 0\r\n\r\n") as url:
+        replica = f"e0={url}"
         for settings, status in ({}, 200), ({"header_limit_count": 100}, 502):
             router = await start_router(replica, **settings)
             got = await exchange(router, HEAD + b"Content-Length: 0\r\n\r\n")
@@ -729,8 +731,8 @@ async def test_px06_the_words_of_a_status_arrive_as_the_engine_said_them(
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    async with raw_server(answer) as url:
+        router = await start_router(f"e0={url}")
         got = await exchange(router, HEAD + b"Content-Length: 2\r\n\r\n{}")
     assert got.content.partition(b"\r\n")[0] == b"HTTP/1.1 " + told
 
