@@ -460,21 +460,22 @@ def test_unknown_map_keys_nested_beyond_all_depth_are_a_payload_error() -> None:
     pairs = b"".join(
         pack(key) + pack(value) for key, value in [("type", "BlockRemoved"), ("block_hashes", [1])]
     )
-    event = b"\x83" + pairs + pack("new") + nested(100_000)
+    event = b"\x83" + pairs + pack("new") + nested(1_000_000)
     with pytest.raises(PayloadError):
         decode(b"\x92" + pack(1.5) + b"\x91" + event)
 
 
 def test_nesting_near_the_recursion_limit_is_decoded_or_refused() -> None:
     refused = 0
-    for depth in range(sys.getrecursionlimit() - 200, sys.getrecursionlimit() + 20):
+    limit = sys.getrecursionlimit()  # Of Python 3.11; newer ones look at how much stack is left.
+    for depth in (*range(limit - 200, limit + 20), 1_000_000):
         try:
             batch = Decoder().decode(store_with(b"\x91" + nested(depth)))
         except PayloadError:
             refused += 1
         else:
             assert len(batch.events) + len(batch.rejected) == 1
-    assert 0 < refused < 220
+    assert 0 < refused <= 220
 
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
