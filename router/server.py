@@ -138,8 +138,6 @@ class _Connection(web.RequestHandler):
         if self.transport is None or (is_closing and not self._reader.in_body):
             return
         received = self._reader.feed_data(data)
-        if self._reader.is_broken:
-            self._close = True
         if received and not is_closing:
             self._stop_head_timer()
             self._messages.extend(received)
@@ -152,7 +150,11 @@ class _Connection(web.RequestHandler):
 
     def is_closing(self) -> bool:
         """Whether this is the connection's last request."""
-        return self._close or self.parting()
+        return self._close or self._is_broken() or self.parting()
+
+    def _is_broken(self) -> bool:
+        """Whether this is a request whose body turned malformed: none is read behind that."""
+        return self._reader.is_broken and not self._messages
 
     def _time_head(self) -> None:
         """A head that has begun while no answer is under way has to be whole in time."""
@@ -195,7 +197,7 @@ class _Connection(web.RequestHandler):
                 if isinstance(message, web_protocol._ErrInfo):
                     await self._refuse(message)
                     break
-                if not await self._serve(message, body) or self._close:
+                if not await self._serve(message, body) or self._close or self._is_broken():
                     if self._reader.is_broken:
                         await self._hear_out()
                     break

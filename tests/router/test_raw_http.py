@@ -530,7 +530,16 @@ async def test_px10_pipelined_requests_are_answered_in_order(start_engine: Any, 
     assert (got.statuses, engine.generated) == ([200] * 3, 3)
 
 
-@pytest.mark.parametrize("garbage", [b"garbage\r\n\r\n", b"\x00", b"GET /v1/x HTTP/1.1\r\nA b: c\r\n\r\n"])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"garbage\r\n\r\n",
+        b"\x00",
+        b"GET /v1/x HTTP/1.1\r\nA b: c\r\n\r\n",
+        CHUNKED + b"ZZ\r\n",
+        CHUNKED + b"2\r\n{}\r\n0\r\nX\r\n\r\n",
+    ],
+)
 async def test_px10_what_is_no_http_behind_requests_is_refused_behind_their_answers(
     start_engine: Any, start_router: Any, garbage: bytes
 ) -> None:
