@@ -99,6 +99,10 @@ class _Line(Enum):
 SIZE, END_OF_DATA, TRAILER = _Line
 
 
+SIZE_LINE_BYTES = 4096
+"""The most that a chunk's size may take, with its extensions: they are looked through again with each piece
+that comes, be that a byte.
+"""
 _SIZE_BEGUN = re.compile(rb"[0-9A-Fa-f]{0,16}[ \t]*(?:;[^\r\n]*)?\r?")
 
 
@@ -152,7 +156,8 @@ class Chunked:
 
     def _hold(self, line: bytes) -> None:
         """The beginning of a line waits for its end."""
-        if len(line) > self._trailer_bytes or self._cannot_end(line):
+        most = self._trailer_bytes if self._awaited is TRAILER else SIZE_LINE_BYTES
+        if len(line.removesuffix(b"\r")) > most or self._cannot_end(line):
             raise FramingError(f"{self._awaited.value} does not end")
         self._held = line
 
@@ -163,6 +168,8 @@ class Chunked:
 
     def _take_line(self, line: bytes) -> None:
         if self._awaited is SIZE:
+            if len(line) > SIZE_LINE_BYTES:
+                raise FramingError(f"a chunk's size takes more than {SIZE_LINE_BYTES} bytes")
             self._left = self._size(line)
             self._awaited = END_OF_DATA if self._left else TRAILER
         elif self._awaited is END_OF_DATA:

@@ -7,6 +7,7 @@ of one to itself, and with something malformed behind a request in the same pack
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from aiohttp.web_protocol import _ErrInfo
 from multidict import CIMultiDictProxy
 
 from router.framing import Framing, FramingError, Sized, StrictlyChunked
-from router.headers import CONTENT_LENGTH, TRANSFER_ENCODING
+from router.headers import CONTENT_LENGTH, HOST, TRANSFER_ENCODING
 from router.upstream import NO_TRAILERS
 
 READ_AHEAD_BYTES = 256 * 1024
@@ -27,6 +28,8 @@ REQUESTS_AHEAD = 32
 """So many requests are read before the first of them is answered."""
 _BEFORE_TRAILERS = b"GET / HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n"
 """A head that trailers are read behind: what says where a body ends, or whose it is, is refused there."""
+_HOST = re.compile(r"[\w.~!$&'()*+,;=%\[\]:-]*", re.ASCII)
+"""What the names and addresses of hosts are made of (RFC 3986, section 3.2.2), and their ports."""
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -148,6 +151,7 @@ class RequestReader:
                 self.in_head, self._last = bool(seen), seen[-3:]
                 return data
             message = messages[0][0]
+            _check(message)
             framing = _framing(message, self._limits)
         except HttpProcessingError as error:
             self._is_last, self.in_head = True, False
@@ -210,13 +214,20 @@ class RequestReader:
         return fields
 
 
+def _check(message: RawRequestMessage) -> None:
+    """Raises BadHttpMessage for a head that the parser takes, and that is none by RFC 9112 (section 3.2)."""
+    if message.version < HttpVersion10:
+        # One of HTTP/0.9, whose end the parser finds in other places.
+        raise BadHttpMessage("no version")
+    host = message.headers.get(HOST)
+    if host is not None and _HOST.fullmatch(host) is None:
+        raise BadHttpMessage("a host that is none")
+
+
 def _framing(message: RawRequestMessage, limits: RequestLimits) -> Framing | None:
     """How the body is framed, if there is one (RFC 9112, section 6.3). The head's parser has refused a length
     that is none, and one beside chunks. Raises BadHttpMessage.
     """
-    if message.version < HttpVersion10:
-        # The parser finds its end in other places.
-        raise BadHttpMessage("HTTP/0.9")
     headers = message.headers
     if message.chunked:
         if message.version < HttpVersion11:

@@ -29,7 +29,7 @@ from router.errors import (
 from router.exchange import CANCELLED, Exchange
 from router.feedback import Feedback
 from router.fleet import Fleet
-from router.headers import RANK, REQUEST_ID, Via, request_id_of, to_replica, trailers_to_replica
+from router.headers import HOST, RANK, REQUEST_ID, Via, request_id_of, to_replica, trailers_to_replica
 from router.journey import (
     BROKEN,
     CONNECT_TIMEOUT,
@@ -307,7 +307,7 @@ class Route:
         replica = self._fleet.replicas[name]
         ours = rank if replica.pins(exchange.decision.matched_tokens) else None
         exchange.placed = not replica.port_ranks or ours is not None or exchange.plan.rank == rank
-        via = Via(request.remote or "unknown", request.scheme, request.headers.get("Host", ""))
+        via = Via(request.remote or "unknown", request.scheme, request.headers.get(HOST, ""))
         headers = to_replica(
             request.headers, exchange.decision.request_id, ours, via if self._forwarded else None
         )

@@ -11,7 +11,16 @@ from aiohttp.http_exceptions import HttpProcessingError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from router.framing import Chunked, Framing, FramingError, Sized, UntilClose, framing_of
+from router.framing import (
+    SIZE_LINE_BYTES,
+    Chunked,
+    Framing,
+    FramingError,
+    Sized,
+    StrictlyChunked,
+    UntilClose,
+    framing_of,
+)
 from router.head import HeadLimits, HeadReader
 
 LIMITS = HeadLimits(4096, 100)
@@ -116,14 +125,22 @@ def read_on(pieces: Iterator[bytes] | list[bytes]) -> tuple[bytes, bool]:
         b"2\r\n{}XX",
         b"f" * 16 + b"\r\n",
         b"2;a\n{}\r\n",
-        b"2;" + b"x" * 5000,
-        b"0\r\n" + b"X-T: 1\r\n" * 1000,
+        b"2;" + b"x" * (SIZE_LINE_BYTES - 1),
+        b"2;" + b"x" * (SIZE_LINE_BYTES - 1) + b"\r\n{}\r\n",
+        b"0\r\n" + b"X-T: 1\r\n" * 1100,
     ],
 )
 def test_px10_chunks_that_are_none_are_refused_however_they_are_cut(body: bytes) -> None:
     for pieces in [body], [bytes([byte]) for byte in body]:
-        with pytest.raises(FramingError):
-            read(Chunked(4096), pieces)
+        for made in Chunked, StrictlyChunked:
+            with pytest.raises(FramingError):
+                read(made(8000), pieces)
+
+
+def test_px10_an_extension_of_a_chunk_may_be_so_long_however_it_is_cut() -> None:
+    body = b"2;" + b"x" * (SIZE_LINE_BYTES - 2) + b"\r\n{}\r\n0\r\n\r\n"
+    for pieces in [body], [bytes([byte]) for byte in body]:
+        assert read(StrictlyChunked(8000), pieces) == b"{}"
 
 
 def test_px10_what_comes_behind_an_answer_is_no_part_of_it() -> None:

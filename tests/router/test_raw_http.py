@@ -133,6 +133,15 @@ async def test_px10_a_coding_that_we_would_have_to_undo_is_refused(
 async def test_px10_a_request_needs_a_host(start_engine: Any, start_router: Any) -> None:
     router = await start_router(await start_engine())
     assert (await exchange(router, b"GET /v1/x HTTP/1.1\r\n\r\n")).statuses == [400]
+    for host, status in (
+        *((good, 500) for good in (b"", b"r", b"r:80", b"[::1]:80", b"10.0.0.1", b"my_svc.ns.svc", b"%41")),
+        *(
+            (bad, 400)
+            for bad in (b"a b", b"a/b", b"a@b", b'"a"', b"a\tb", b"\xff", b"\xc3\xa9", b"a\\b", b"a?")
+        ),
+    ):
+        got = await exchange(router, b"GET /v1/x HTTP/1.1\r\nHost: %b\r\n\r\n" % host)
+        assert (host, got.statuses) == (host, [status])
 
 
 @pytest.mark.parametrize("pieces", [(CHUNKED, b"2\r\n{}\r\nZZ\r\n"), (CHUNKED + b"2\r\n{}\r\n", b"ZZ\r\n")])
