@@ -32,7 +32,15 @@ RETRY_S = 5.0
 UNASKED_S = 30.0
 """When those are that others have answered for: one that is too busy may be the one that differs."""
 
-_TEXT = "Grüße, 你好 \U0001f469\u200d\U0001f467 e\u0301 12345 \t\n\n  a_b(c) {}\u00a0 don't"
+_TEXT = (
+    "Grüße, 你好 \U0001f469\u200d\U0001f467 e\u0301 12345 \t\n\n  a_b(c) {}\u00a0 don't IT'S getElementById"
+    " toString \u0928\u092e\u0938\u094d\u0924\u0947 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35"
+    " \u201cHello\u201d\u3002A\u80a1 \ufb01 in   2024;\n*/\n//\n\n\t\n"
+)
+"""What tokenizers split in different ways, in words that they have as one token: contractions, capitals in
+words, vowel signs, Chinese with Latin letters, marks with line ends, blanks in front of numbers. Where tokens
+are shorter, another way to split makes the same ids: 17 of 73 real ones went unseen with less.
+"""
 _TOOL = {
     "type": "function",
     "function": {
