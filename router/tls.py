@@ -72,9 +72,11 @@ def _load_chain(context: ssl.SSLContext, what: str, cert: str, key: str | None) 
         if path is not None and not os.access(path, os.R_OK):
             raise SettingsError(f"{what} {cert}: cannot read {path}; give a PEM file that this user may read")
     try:
-        context.load_cert_chain(cert, key)
+        # Without a password OpenSSL would ask for one on the terminal, and a service wait for ever.
+        context.load_cert_chain(cert, key, password=b"")
     except (OSError, ssl.SSLError) as error:
-        raise SettingsError(f"{what} {cert}: cannot be used with key {key or cert}: {error}") from error
+        problem = f"no certificate chain in PEM that the key in {key or cert}, without a password, fits"
+        raise SettingsError(f"{what} {cert}: {problem} ({error})") from error
 
 
 def _load_ca(context: ssl.SSLContext, what: str, ca: str) -> None:

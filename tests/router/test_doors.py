@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
+import pty
 import shutil
 import socket
 import ssl
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -503,6 +508,30 @@ async def test_op02_api_keys_are_read_again_with_the_settings(
     held.write_text("second")
     await reload()
     assert await status(None) == 200
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(
+    certificates: Path, tmp_path: Path
+) -> None:
+    locked = str(tmp_path / "locked.key")
+    of = ("-in", str(certificates / "server.key"), "-out", locked)
+    subprocess.run(["openssl", "ec", *of, "-aes128", "-passout", "pass:secret"], check=True)
+    program = (
+        "from router.errors import SettingsError; from router.tls import server_context\n"
+        f"try: server_context({str(certificates / 'server.pem')!r}, {locked!r}, None)\n"
+        "except SettingsError as error: print(error)"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", program])
+    said = b""
+    with suppress(OSError):  # So a terminal ends whose process is gone.
+        while b"pass phrase" not in said and (more := os.read(terminal, 4096)):
+            said += more
+    os.close(terminal)
+    os.waitpid(child, 0)
+    assert b"locked.key, without a password" in said
+    assert b"pass phrase" not in said
 
 
 @pytest.mark.parametrize("setting", ["tls_cert", "upstream_ca", "upstream_cert"])
