@@ -17,13 +17,16 @@ def credential(what: str, reference: str | None, environment: Mapping[str, str] 
         return None
     kind, _, place = reference.partition(":")
     if kind == "env":
-        key = environment.get(place, "")
+        if place not in environment:
+            raise SettingsError(f"{what}: the variable {place}, which should hold its key, is not set")
+        key = environment[place]
     else:
         try:
             key = Path(place).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{what}: cannot read the key in {place}: {type(error).__name__}") from error
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise SettingsError(f"{what}: cannot read the key in {place}: {why}") from error
     key = key.strip()
     if not key or not key.isprintable() or not key.isascii():
-        raise SettingsError(f"{what}: {reference} holds no usable key")
+        raise SettingsError(f"{what}: {reference} holds no usable key; one line of ASCII is needed")
     return key

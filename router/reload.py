@@ -185,4 +185,4 @@ class Reload:
         ]
         if others:
             log.warning("new settings that need a restart to count: %s", ", ".join(others))
-        log.info("new settings are taken: %d replicas in them", len(new.replica))
+        log.info("new settings are taken, with %d of --replica", len(new.replica))

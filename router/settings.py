@@ -409,7 +409,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             host_and_port(self.listen)
         except AddressError as error:
             raise SettingsError(str(error)) from error
-        _, port = self.admin_address() or ("", 0)
+        admin = self.admin_address()
+        if admin is not None and admin[1] and admin == host_and_port(self.listen):
+            raise SettingsError(
+                f"--admin-listen {self.admin_listen} is --listen too; write 'same' to have it so"
+            )
+        _, port = admin or ("", 0)
         if port + self.workers > 1 << 16:
             raise SettingsError(
                 f"--admin-listen: the pages of {self.workers} workers would be at port {port} and after, "

@@ -271,6 +271,10 @@ def test_a_key_that_is_not_where_it_should_be_is_told_without_it(tmp_path: Path)
         with pytest.raises(SettingsError, match="--replica e0") as caught:
             credential("--replica e0", reference, {})
         assert "sk-secret" not in str(caught.value)
+    with pytest.raises(SettingsError, match=r"the variable MISSING, .*, is not set"):
+        credential("x", "env:MISSING", {})
+    with pytest.raises(SettingsError, match="gone: No such file"):
+        credential("x", references[1], {})
     assert credential("x", "env:K", {"K": " k\n"}) == "k"
     for bad in ("e0=http://h:1,key=sk-secret", "e0=http://h:1,key=env:A,key=sk-secret"):
         with pytest.raises(SettingsError) as caught:
@@ -322,6 +326,12 @@ async def test_op10_metrics_and_debug_pages_are_on_an_address_of_their_own(
 )
 def test_where_operators_look(listen: str, admin_listen: str | None, address: Any) -> None:
     assert RouterSettings(listen=listen, admin_listen=admin_listen).admin_address() == address
+
+
+def test_one_address_for_all_has_to_be_asked_for() -> None:
+    with pytest.raises(SettingsError, match="write 'same'"):
+        RouterSettings(listen="127.0.0.1:8080", admin_listen="127.0.0.1:8080").check()
+    RouterSettings(listen="127.0.0.1:0", admin_listen="127.0.0.1:0").check()
 
 
 async def test_https_in_and_out_with_certificates_of_ones_own(
