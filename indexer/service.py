@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ from indexer.settings import IndexerSettings
 from indexer.sharding import check_division
 from indexer.witness import Witness
 from indexer.writer import MapWriter
+
+log = logging.getLogger(__name__)
 
 GC_THRESHOLDS = (100_000, 20, 20)
 
@@ -98,11 +101,18 @@ class Indexer:
 
 
 async def serve(settings: IndexerSettings) -> None:
-    """Runs an indexer until SIGTERM or SIGINT. Raises IndexerError when it cannot start."""
+    """Runs an indexer until SIGTERM or SIGINT; SIGHUP changes nothing.
+
+    Raises IndexerError when it cannot start.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    # A router reads its settings anew then, and whoever tells all services at once should not end this one.
+    loop.add_signal_handler(
+        signal.SIGHUP, lambda: log.info("SIGHUP changes nothing: an indexer reads its settings at the start")
+    )
     check_division(Path(settings.map), settings.shards)
     if settings.shards > 1:
         await serve_shards(settings, stop)

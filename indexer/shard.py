@@ -23,7 +23,8 @@ def main() -> int:
     """Runs the shard; the exit code."""
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     logging.basicConfig(level=order.log_level, format=LOG_FORMAT.format(number=order.number))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the indexer, which ends us
+    for number in (signal.SIGINT, signal.SIGHUP):  # What a terminal sends is for the indexer, which ends us.
+        signal.signal(number, signal.SIG_IGN)
     try:
         asyncio.run(_run(order))
     except IndexerError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 import threading
@@ -326,6 +327,20 @@ def test_pe09_a_writer_killed_50_times_in_mid_batch_leaves_a_whole_map_with_the_
         assert found["held"] == {str(number): 320 for number in range(max(0, last - 2), last + 1)}
         before = last
     assert before > 50
+
+
+# signals
+
+
+@pytest.mark.parametrize("shards", ["1", "2"])
+def test_a_hangup_does_not_end_an_indexer_and_a_sigterm_ends_it_cleanly(
+    indexer_process: Callable[..., Any], tmp_path: Path, shards: str
+) -> None:
+    indexer = indexer_process(tmp_path / "map", "--shards", shards).listening()
+    indexer.process.send_signal(signal.SIGHUP)
+    assert indexer.call("/workers") == []
+    assert indexer.stop() == 0
+    assert "SIGHUP changes nothing" in indexer._log.read_text()
 
 
 # another indexer
