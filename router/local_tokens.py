@@ -23,7 +23,7 @@ from router import fallback
 from router.conversation import ContentFormat, InexactError, knows_tools, read_chat, read_media_chat
 from router.fallback import Fallback
 from router.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_converted, load_tokenizer
-from router.prompt import RequestBody, given
+from router.prompt import RequestBody, given, plain
 from router.token_cache import TokenCache
 from router.workers import Workers, WorkersBusyError
 
@@ -349,7 +349,7 @@ def _text(tokenizer: LocalTokenizer, body: RequestBody, form: ContentFormat) -> 
         prompt = msgspec.json.decode(body.prompt, type=str | list[str])
     except msgspec.MsgspecError as error:
         raise InexactError("prompt") from error
-    add = msgspec.json.decode(body.add_special_tokens) if given(body.add_special_tokens) else True
+    add = plain(body.add_special_tokens) if given(body.add_special_tokens) else True
     if not isinstance(add, bool):
         raise InexactError("flag")
     return prompt if isinstance(prompt, str) else prompt[0], add

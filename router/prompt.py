@@ -89,16 +89,17 @@ def given(field: Raw) -> bool:
 def plain(field: Raw) -> Any:
     """The value of a field, as the standard library reads it, which vLLM does too.
 
-    msgspec reads it three times as fast, and the same where it reads it at all; it refuses numbers that are
-    out of the range of a double.
+    msgspec reads it three times as fast, and the same where it reads it at all.
     """
     try:
-        return msgspec.json.decode(field)
+        return _decode_any(field)
     except msgspec.MsgspecError:
         return json.loads(bytes(field))
 
 
-_decode_body = msgspec.json.Decoder(RequestBody).decode
+# Its own way takes 20 us for some numbers, 1e308 say: 250 kB of them held the loop for a second.
+_decode_any = msgspec.json.Decoder(float_hook=float).decode
+_decode_body = msgspec.json.Decoder(RequestBody, float_hook=float).decode
 
 
 class UnreadableBodyError(Exception):
@@ -203,7 +204,7 @@ class _Other(msgspec.Struct, frozen=True):
     priority: Any = None
 
 
-_decode_other = msgspec.json.Decoder(_Other).decode
+_decode_other = msgspec.json.Decoder(_Other, float_hook=float).decode
 
 
 def read_other(body: bytes, content_type: str) -> RequestBody:

@@ -209,9 +209,12 @@ def source_name(replica: str, rank: int) -> str:
     return f"{replica}/{rank}" if rank else replica
 
 
+_decode_object = msgspec.json.Decoder(dict[str, Any], float_hook=float).decode
+
+
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(body, type=dict[str, Any])
+        return _decode_object(body)
     except (msgspec.DecodeError, RecursionError):
         return {}
 

@@ -11,18 +11,23 @@ from router import census
 from router.census import MOST_NUMBERS, MOST_VALUES, holds_too_much
 
 VALUES = st.recursive(
-    st.none() | st.integers() | st.text(st.sampled_from('a"\\[]{},é\n'), max_size=9),
+    st.none()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.sampled_from('a"\\[]{},é\n'), max_size=9),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
     max_leaves=30,
 )
 
 
 def count(value: Any) -> int:
-    """How many texts, lists and objects there are."""
+    """How many texts, lists and objects there are; a number is as many as it has points and exponents."""
     if isinstance(value, dict):
         return 1 + len(value) + sum(map(count, value.values()))
     if isinstance(value, list):
         return 1 + sum(map(count, value))
+    if isinstance(value, float):
+        return sum(map(json.dumps(value).count, ".e"))
     return isinstance(value, str)
 
 
@@ -47,6 +52,9 @@ def test_texts_lists_and_objects_are_counted_wherever_slices_end(
         (b"[" + b'"a",' * MOST_VALUES + b'"a"]', True),
         (b"[" + b"1," * MOST_NUMBERS + b"1]", False),
         (b"[" + b"1," * MOST_NUMBERS + b"1,1]", True),
+        (b"[" + b"0.5," * MOST_VALUES + b"1]", True),
+        (b"[" + b"1e308," * MOST_VALUES + b"1]", True),
+        (b"[" + b"1E308," * (MOST_VALUES - 1) + b"1]", False),
         (b'{"prompt":"' + b'[{,\\"\\\\' * 1_000_000 + b'"}', False),
         (b"\\" * 3_000_001 + b"]" * 3_000_000, False),
     ],

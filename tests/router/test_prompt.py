@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
+from msgspec import Raw
 
 from router.errors import RefusedError
-from router.prompt import UnreadableBodyError, model_of, read_body
+from router.prompt import UnreadableBodyError, model_of, plain, read_body, read_other
 
 
 @pytest.mark.parametrize(
@@ -13,6 +17,16 @@ def test_what_is_no_json_object_is_refused_with_400(body: bytes) -> None:
     with pytest.raises(RefusedError) as caught:
         read_body(body)
     assert caught.value.status == 400
+
+
+def test_px13_numbers_with_exponents_are_read_in_no_more_time_than_python_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """msgspec's own way, which takes forty times as long for some, refuses those that are no double."""
+    monkeypatch.delattr(json, "loads")
+    assert plain(Raw(b"[1e308, 1e999, 0.5, 1]")) == [1e308, math.inf, 0.5, 1]
+    assert read_body(b'{"stream": [1e999]}').stream == [math.inf]
+    assert read_other(b'{"priority": 1e999}', "application/json").priority == math.inf
 
 
 def test_a_model_that_is_no_text_is_refused_with_its_name() -> None:
