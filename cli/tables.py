@@ -47,7 +47,10 @@ def show_findings(findings: list[Any]) -> None:
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table("", "of", "check", "found, and what to do", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "of", "check", "found, and what to do"):
+        # Folded, not cut: an address of which the end is missing says nothing.
+        table.add_column(name, overflow="fold")
     marks = {"ok": Text("ok", "green"), "warning": Text("warning", "yellow"), "bad": Text("bad", "bold red")}
     for finding in findings:
         told = Text(finding.found)
