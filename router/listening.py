@@ -22,6 +22,11 @@ from router.settings import AMONG_WORKERS
 
 log = logging.getLogger(__name__)
 
+LAST_LOOKS = 3
+"""Steps of the loop before the door closes: in them it takes in all connections that the kernel has made for
+it, which closing would reset.
+"""
+
 
 @asynccontextmanager
 async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIterator[str]:
@@ -54,6 +59,8 @@ async def listening(router: RouterApp, worker: Worker | None = None) -> AsyncIte
         yield url
         router.draining = True
         await asyncio.sleep(settings.shutdown_delay_s)
+        for _ in range(LAST_LOOKS):
+            await asyncio.sleep(0)
 
 
 async def _open(

@@ -40,6 +40,10 @@ _MESSAGES = {
 LOOK_S = 0.5
 """How often is looked whether a client that is not read is still there."""
 _GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+FIRST_REQUEST_S = 1.0
+"""How long a connection that has brought no request yet when the router goes down may still bring one:
+whoever made it did so before there was anything to be seen of that.
+"""
 LAST_BYTES_S = 1.0
 """How long a client that sent no HTTP may go on sending, and read why it is refused."""
 
@@ -118,6 +122,7 @@ class _Connection(web.RequestHandler):
         self._head_s = limits.head_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._look_timer: asyncio.TimerHandle | None = None
+        self._first_request = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -127,6 +132,7 @@ class _Connection(web.RequestHandler):
         self._stop_head_timer()
         if self._look_timer is not None:
             self._look_timer.cancel()
+        self._first_request.cancel()
         super().connection_lost(exc)
         self._reader.close()
 
@@ -140,6 +146,8 @@ class _Connection(web.RequestHandler):
         received = self._reader.feed_data(data)
         if received and not is_closing:
             self._stop_head_timer()
+            if not self._first_request.done():
+                self._first_request.set_result(None)
             self._messages.extend(received)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
@@ -147,6 +155,17 @@ class _Connection(web.RequestHandler):
                 self._pause_reading_for_buffer()
         elif self._waiter is not None:
             self._time_head()
+
+    def close(self) -> None:
+        if self._first_request.done() or not self.parting():
+            super().close()
+
+    async def shutdown(self, timeout: float | None = None) -> None:  # noqa: ASYNC109  aiohttp's own
+        if not self._first_request.done():
+            await asyncio.wait([self._first_request], timeout=FIRST_REQUEST_S)
+            self._first_request.cancel()
+            self.close()
+        await super().shutdown(timeout)
 
     def is_closing(self) -> bool:
         """Whether this is the connection's last request."""

@@ -13,7 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 from router.answer import AnswerTap
+from router.assembly import router_app
+from router.listening import listening
 from router.pool import PooledUpstream
+from router.settings import RouterSettings
 
 BODY = b'{"model":"m","prompt":[1,2,3]}'
 
@@ -232,3 +235,38 @@ async def test_px17_a_body_that_is_still_coming_when_the_router_goes_down_comes_
         writer.close()
         await down
     assert engine.bodies == [BODY + rest]
+
+
+async def takes_in(port: int) -> bool:
+    """Whether a connection to the port is made."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except ConnectionError:
+        return False
+    writer.close()
+    return True
+
+
+@pytest.mark.parametrize("brings", [True, False])
+async def test_px17_a_connection_that_has_brought_no_request_when_the_router_goes_down_may_still_bring_one(
+    start_engine: Any, kit: Any, monkeypatch: pytest.MonkeyPatch, brings: bool
+) -> None:
+    monkeypatch.setattr("router.server.FIRST_REQUEST_S", 30.0 if brings else 0.01)
+    engine = await start_engine()
+    settings = RouterSettings(listen="127.0.0.1:0", admin_listen="same", replica=(f"e0={engine.url}",))
+    async with router_app(settings) as router:
+        door = listening(router)
+        port = int((await door.__aenter__()).rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        if brings:
+            writer.write(post()[:10])
+        leaving = asyncio.create_task(door.__aexit__(None, None, None))
+        async with asyncio.timeout(10):
+            while await takes_in(port):
+                pass
+            if brings:
+                writer.write(post()[10:])
+            answer = await reader.read()
+            await leaving
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 ") if brings else answer == b""
