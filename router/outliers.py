@@ -134,7 +134,9 @@ class Outliers:
         if record is None or not record.ejected:
             return True
         with self._records.alone():
-            record, own, now = self._records.get(name) or record, self._records.worker, self._clock()
+            record, own, now = self._records.get(name), self._records.worker, self._clock()
+            if record is None or not record.ejected:
+                return True
             if record.trying != own and not self._may_try(record, now):
                 return False
             self._records.put(name, replace(record, trying=own, until=max(record.until, now)))
@@ -176,8 +178,9 @@ class Outliers:
         if record is None or record.trying != self._records.worker:
             return
         with self._records.alone():
-            record = self._records.get(name) or record
-            self._records.put(name, replace(record, trying=self._after(record)))
+            record = self._records.get(name)
+            if record is not None:
+                self._records.put(name, replace(record, trying=self._after(record)))
 
     def _after(self, record: Record) -> int:
         """Who tries it when a request of this worker is over."""

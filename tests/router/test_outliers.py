@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from router.ledger import Ledger
+from router.mutex import Mutex
 from router.outliers import SAME_RETURN_S, OutlierRules, Outliers, Standing
 from router.standings import MOST_REPLICAS, SHAPE, Record, SharedStandings, let_go
 from tests.router.forked import all_at_once, patient_mutex
@@ -259,6 +260,29 @@ def test_a_trial_of_a_worker_that_was_stopped_is_not_waited_for_for_ever() -> No
     assert not three.chosen("a")
     two.succeeded("a")
     assert three.standing("a") is Standing.SLOW_START
+
+
+def test_a_record_that_another_worker_drops_in_the_midst_of_a_change_does_not_come_back() -> None:
+    rig = Rig()
+    (one, two, _), ledger = workers_of(rig)
+
+    class Late(Mutex):
+        """Whoever waits for it finds that the replica has gone meanwhile."""
+
+        def __enter__(self) -> None:
+            ledger.drop(b"a")
+            super().__enter__()
+
+    for change in (lambda: one.chosen("a"), lambda: one.let_go("a"), lambda: one.succeeded("a")):
+        mutex = ledger.table.mutex
+        for _ in range(3):
+            two.failed("a")
+        rig.now += 5.0
+        assert one.chosen("a")
+        ledger.table.mutex = Late()
+        change()
+        ledger.table.mutex = mutex
+        assert len(ledger) == 0
 
 
 def test_of_processes_that_would_try_a_replica_at_the_same_instant_one_does() -> None:
