@@ -136,3 +136,30 @@ def test_modules_that_the_architecture_lists_exist() -> None:
     assert [
         name for name in named if not ((folder / f"{name}.py").is_file() or (folder / name).is_dir())
     ] == []
+
+
+def metrics_of_the_code() -> set[str]:
+    """As the sources have them, without what Prometheus adds to their names."""
+    router = (ROOT / "router/metrics.py").read_text()
+    made = re.findall(r'(?:PREFIX \+ |_counter\(\s*|_gauge\(\s*|_fast\(\s*)"(\w+)"', router)
+    sources = [
+        path.read_text() for package in ("indexer", "router") for path in (ROOT / package).glob("*.py")
+    ]
+    named = re.findall(r'"(warmroute_(?:indexer|router)_\w*\w)"', "\n".join(sources))
+    return {*named, *(f"warmroute_router_{name}" for name in made)} - {"warmroute_router_"}
+
+
+def metrics_in(text: str) -> set[str]:
+    """Those that are named; a row of them may leave out the prefix of all but the first."""
+    named = set(re.findall(r"\bwarmroute_(?:router|indexer)_\w+", text))
+    named |= {f"warmroute_router_{name}" for name in re.findall(r"`\.\.\._?(\w+)", text)}
+    return {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in named}
+
+
+def test_metrics_that_are_named_exist_and_those_that_exist_are_named() -> None:
+    there = metrics_of_the_code()
+    dashboard = metrics_in(text_of("compose/grafana/warmroute.json"))
+    documented = set().union(*(metrics_in(text_of(document)) for document in DOCUMENTS))
+    assert len(there) > 50
+    assert sorted((documented | dashboard) - there) == []
+    assert sorted(there - documented - dashboard) == []
