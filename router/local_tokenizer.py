@@ -23,7 +23,7 @@ from router.common_prefix import common_chars
 from router.conversation import Chat, ContentFormat, InexactError
 from router.converted_tokenizer import converted
 from router.cuts import Cuts, cuts_of
-from router.encoding import encoded
+from router.encoding import encoded, panics_raised
 from router.errors import RouterError
 from router.heap import give_back
 from router.token_cache import TokenCache
@@ -238,7 +238,8 @@ def load_tokenizer(source: str, name: str, cache: TokenCache) -> LocalTokenizer:
     Code that comes with a model is not run. Raises TokenizerLoadError.
     """
     try:
-        loaded = _plain(read_files(fetched(source)), name, cache)
+        with panics_raised():
+            loaded = _plain(read_files(fetched(source)), name, cache)
     except NotPlainError as why:
         log.info("the tokenizer in %s is read by transformers: %s", source, why)
         return load_converted(source, name, cache, because=str(why))
@@ -252,8 +253,9 @@ def load_converted(source: str, name: str, cache: TokenCache, *, because: str = 
     """As :func:`load_tokenizer`, by ``transformers``."""
     _one_thread_each()
     try:
-        backend, templates = converted(source)
-        loaded = LocalTokenizer(backend, templates, name, cache, is_plain=False)
+        with panics_raised():
+            backend, templates = converted(source)
+            loaded = LocalTokenizer(backend, templates, name, cache, is_plain=False)
     except Exception as error:
         said = f"{because}, and " if because else ""
         raise TokenizerLoadError(f"{source}: {said}{type(error).__name__}: {error}") from error

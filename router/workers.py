@@ -74,6 +74,10 @@ class Workers:
             result = work()
         except Exception as raised:
             error = raised
+        except (
+            BaseException
+        ) as raised:  # as a library's panic: else the thread would be gone, and nobody told
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
         try:
             loop.call_soon_threadsafe(_settle, future, result, error)
         except RuntimeError:  # the loop is closed: nobody waits any more

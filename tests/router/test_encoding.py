@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 tokenizers = pytest.importorskip("tokenizers", reason="the extra local-tokenizer is not installed")
 
 from router.cuts import cuts_of  # noqa: E402
-from router.encoding import encoded  # noqa: E402
+from router.encoding import PanicError, encoded, panics_raised  # noqa: E402
 from router.words import Words, words_of  # noqa: E402
 from tests.router.backends import byte_level, with_added  # noqa: E402
 
@@ -48,3 +49,19 @@ def test_px13_other_threads_run_while_the_words_of_a_long_text_are_looked_up() -
     assert words is not None
     words.ids("the word is a word ")
     assert turns_of_others(lambda: words.ids("the word is a word " * 20_000)) > 10
+
+
+def test_a_panic_of_the_library_is_an_error_like_any_other() -> None:
+    """Some version will have mended this one: a token takes along a line end that is a token too."""
+    backend = byte_level()
+    backend.add_tokens([tokenizers.AddedToken("\n", lstrip=True, normalized=False)])
+    backend.add_tokens([tokenizers.AddedToken("x", rstrip=True, normalized=False)])
+    with suppress(PanicError):
+        encoded(backend, ["x\n "])
+
+
+def test_what_ends_the_process_is_not_taken_for_a_panic() -> None:
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    for raised, comes in ((panic("why"), PanicError), (SystemExit(1), SystemExit), (KeyError(1), KeyError)):
+        with pytest.raises(comes), panics_raised():
+            raise raised

@@ -18,6 +18,21 @@ async def test_work_is_done_in_threads_and_its_errors_come_back() -> None:
     workers.close()
 
 
+async def test_px13_a_thread_outlives_what_is_no_exception() -> None:
+    """A panic in Rust is none, and threads that are gone are not started again."""
+    workers = Workers("w", 1, 8)
+
+    def panic() -> None:
+        raise type("PanicException", (BaseException,), {})("bad split")
+
+    async with asyncio.timeout(10):
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=r"^PanicException: bad split$"):
+                await workers.run(panic)
+        assert await workers.run(lambda: 1) == 1
+    workers.close()
+
+
 async def test_px13_what_waits_is_bounded_and_what_was_given_up_is_not_begun() -> None:
     workers, hold, done = Workers("w", 1, 2), threading.Event(), []
     started = threading.Event()
