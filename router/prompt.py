@@ -164,17 +164,33 @@ def read_model(body: bytes) -> RequestBody:
 
 
 _MODEL_PART = re.compile(
-    rb'\r\nContent-Disposition: *form-data; *name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n',
+    rb'\r\nContent-Disposition: *form-data; *name="?model"?\r\n'
+    rb"(?:[^\r\n]{1,256}\r\n){0,8}\r\n([^\r\n]{0,1024})\r\n",
     re.IGNORECASE,
 )
+_MODEL_NAMED = (b'name="model"\r\n', b"name=model\r\n")
+_MOST_PARTS = 100
+"""So many places that could be the part with the model are looked at: a file may hold any number of them."""
+
+
+def _model_in_form(body: bytes) -> str | None:
+    for named in _MODEL_NAMED:
+        at = -1
+        for _ in range(_MOST_PARTS):
+            if (at := body.find(named, at + 1)) < 0:
+                break
+            # The line's beginning, and the rest of its part, are looked at from its end.
+            part = _MODEL_PART.match(body, max(0, body.rfind(b"\r\n", max(0, at - 100), at)))
+            if part is not None:
+                return part[1].decode("utf-8", "replace")
+    return None
 
 
 def model_of(body: bytes, content_type: str) -> str | None:
     """The model that a request of any other path names: as a field of JSON, or as one of a form (audio)."""
     kind = content_type.lower()
     if kind.startswith("multipart/form-data"):
-        part = _MODEL_PART.search(body)
-        return part[1].decode("utf-8", "replace") if part else None
+        return _model_in_form(body)
     if not body or "json" not in kind:
         return None
     try:

@@ -84,3 +84,10 @@ def test_the_model_of_an_audio_form_is_read(more: bytes) -> None:
     part = b'--b\r\nContent-Disposition: form-data; name="model"\r\n' + more + b"\r\nwhisper\r\n--b--\r\n"
     assert model_of(file + part, "multipart/form-data; boundary=b") == "whisper"
     assert model_of(file, "multipart/form-data; boundary=b") is None
+
+
+def test_px13_a_form_is_not_looked_through_again_for_each_line_that_could_be_its_model() -> None:
+    """In the square of their number: a day, for as many as a body may hold."""
+    line = b'Content-Disposition: form-data; name="model"\r\n'
+    for end in (b"", b"x\r\n", b"\r\nwhisper\r\n"):
+        assert model_of(b"\r\n" + line * 1_000_000 + end, "multipart/form-data; boundary=b") is None
