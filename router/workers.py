@@ -10,6 +10,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -27,7 +28,7 @@ class Workers:
         self._name = name
         self._most = threads
         self._threads = 0
-        self._idle = 0
+        self._open = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._waiting = waiting
         self._lock = threading.Lock()
@@ -44,7 +45,8 @@ class Workers:
             if self._jobs.qsize() >= self._waiting:
                 raise WorkersBusyError
             self._jobs.put((loop, future, work))
-            if self._idle < self._jobs.qsize() and self._threads < self._most:
+            self._open += 1
+            if self._threads < min(self._open, self._most):
                 self._threads += 1
                 threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return future
@@ -55,33 +57,22 @@ class Workers:
             self._jobs.put(None)
 
     def _serve(self) -> None:
-        while True:
+        while (job := self._jobs.get()) is not None:
+            loop, future, work = job
+            result, error = (None, None) if future.cancelled() else _done(work)
             with self._lock:
-                self._idle += 1
-            job = self._jobs.get()
-            with self._lock:
-                self._idle -= 1
-            if job is None:
-                return
-            self._do(*job)
+                self._open -= 1
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_settle, future, result, error)
 
-    @staticmethod
-    def _do(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
-        if future.cancelled():
-            return
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        except (
-            BaseException
-        ) as raised:  # as a library's panic: else the thread would be gone, and nobody told
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        try:
-            loop.call_soon_threadsafe(_settle, future, result, error)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
+
+def _done(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+    except BaseException as panic:  # of a library: the thread would be gone, and nobody told
+        return None, RuntimeError(f"{type(panic).__name__}: {panic}")
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

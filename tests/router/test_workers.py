@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from typing import Any
 
@@ -51,6 +52,28 @@ async def test_px13_what_waits_is_bounded_and_what_was_given_up_is_not_begun() -
     hold.set()
     await asyncio.gather(first, third)
     assert done == [1, 3]
+    workers.close()
+
+
+async def test_px13_what_comes_just_when_a_thread_takes_other_work_gets_a_thread_of_its_own() -> None:
+    workers, taken, go_on, hold = Workers("w", 2, 8), threading.Event(), threading.Event(), threading.Event()
+
+    class Halting(queue.SimpleQueue[Any]):
+        def get(self, *args: Any) -> Any:
+            job = super().get(*args)
+            taken.set()
+            go_on.wait(10)
+            return job
+
+    workers._jobs = Halting()
+    first = workers.run(lambda: hold.wait(10))
+    await asyncio.to_thread(taken.wait, 10)
+    second = workers.run(lambda: 2)
+    go_on.set()
+    async with asyncio.timeout(5):
+        assert await second == 2
+    hold.set()
+    assert await first
     workers.close()
 
 
