@@ -37,7 +37,7 @@ demo: .venv/installed  ## Round robin beside cache-aware routing, on simulated e
 	$(BIN)/warmroute demo
 
 test: lint  ## Lint, types, import layers, tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/tested
 	$(BIN)/ruff check .
