@@ -276,7 +276,7 @@ def test_no_request_fails_that_had_an_untouched_replica_to_go_to(tmp_path: Path)
     Console(width=160).print(table)
     assert set(result["ends"]) <= {"ok", "cut", "left"}
     assert not result["tasks left behind"]
-    assert result["tasks after"] == result["tasks before"]
+    assert result["tasks after"] <= result["tasks before"]
     assert result["in flight at the end"] == 0
     assert result["MB at the end"] < 1.15 * result["MB when warm"] + 5
     assert result["files after"] <= result["files before"] + 10
