@@ -37,7 +37,8 @@ demo: .venv/installed  ## Round robin beside cache-aware routing, on simulated e
 	$(BIN)/warmroute demo
 
 test: lint  ## Lint, types, import layers, tests
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/router/test_processes.py
+	$(BIN)/python -m pytest tests/router/test_processes.py
 
 lint: .venv/tested
 	$(BIN)/ruff check .

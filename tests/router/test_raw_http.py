@@ -446,8 +446,8 @@ async def test_px07_an_answer_whose_chunks_turn_malformed_breaks_off_behind_what
     broken = [[chunk + b"ZZ\r\n"], [chunk[:-2], b"\r", b"\n", b"\n"], [chunk, b"Z"]]
     rest = [*broken, *whole]
     for is_whole in (True, False, False, False):
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            router = await start_router(f"e0=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        async with raw_server(serve) as url:
+            router = await start_router(f"e0={url}")
             got = await exchange(router, HEAD + b"Connection: close\r\nContent-Length: 0\r\n\r\n", answers=9)
             assert b"data: x\n\n" in got.content
             if upstream_client == "pool":
