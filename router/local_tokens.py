@@ -24,8 +24,8 @@ from router.conversation import ContentFormat, InexactError, knows_tools, read_c
 from router.fallback import Fallback
 from router.local_tokenizer import LocalTokenizer, TokenizerLoadError, load_converted, load_tokenizer
 from router.prompt import RequestBody, given, plain
+from router.threads import Threads, ThreadsBusyError
 from router.token_cache import TokenCache
-from router.workers import Workers, WorkersBusyError
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +127,8 @@ class LocalTokens:
         self._clock = clock
         self._throttled = Throttled(log, clock)
         # A load may hang on the network for good, so each has a thread of its own and none is behind another.
-        self._loaders = Workers("tokenizer-load", len(self._locals), len(self._locals))
-        self._workers = Workers("tokenize", threads, threads * WAITING_PER_THREAD)
+        self._loaders = Threads("tokenizer-load", len(self._locals), len(self._locals))
+        self._threads = Threads("tokenize", threads, threads * WAITING_PER_THREAD)
         self.changed: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -138,7 +138,7 @@ class LocalTokens:
 
     def close(self) -> None:
         self._loaders.close()
-        self._workers.close()
+        self._threads.close()
 
     def models(self) -> Collection[str]:
         """The models that have a local tokenizer."""
@@ -189,7 +189,7 @@ class LocalTokens:
             return await work(local, body, local.content_format or "string")
         except InexactError as error:
             return fallback.inexact(error.code)
-        except WorkersBusyError:
+        except ThreadsBusyError:
             return fallback.TOKENIZE_BUSY
         except TimeoutError:
             return fallback.TOKENIZE_TIMEOUT
@@ -202,7 +202,7 @@ class LocalTokens:
         """What the model's tokenizer, trusted or not, makes of a request, by how content is given to the
         template.
 
-        A way that the template refuses is left out. Raises WorkersBusyError and TimeoutError.
+        A way that the template refuses is left out. Raises ThreadsBusyError and TimeoutError.
         """
         return await self._make(model, body, _tokens)
 
@@ -251,7 +251,7 @@ class LocalTokens:
         return self._done_in_thread(partial(work, local.tokenizer, body, form))
 
     async def _done_in_thread(self, work: Callable[[], array[int]]) -> array[int]:
-        done = self._workers.run(work)
+        done = self._threads.run(work)
         async with asyncio.timeout(self._timeout_s):
             return await done
 

@@ -25,8 +25,6 @@ from router.standings import NOBODY, OwnStandings, Record, Standings
 
 SLOW_START_SHARE = 0.1
 """What a replica that has just come back is a candidate for, of all requests."""
-
-
 SAME_RETURN_S = 5.0
 """Whoever sees within so long that a replica has come back sees the same return: health checks of several
 workers are that far apart, late ones too.

@@ -21,9 +21,9 @@ from router.local_tokens import FORMATS, LocalTokens, Told
 from router.metrics import RouterMetrics
 from router.prompt import RequestBody, read_body
 from router.replicas import Health, Replica, StreamId
+from router.threads import ThreadsBusyError
 from router.token_cache import TokenCache
 from router.tokens import tokenize_request
-from router.workers import WorkersBusyError
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ class TokenCheck:
         try:
             made = [await self._local.made(model, body) for body in bodies]
             made_media = await self._local.made_before_media(model, media_body)
-        except (WorkersBusyError, TimeoutError):
+        except (ThreadsBusyError, TimeoutError):
             self._metrics.tokenizer_checks.labels(model, "not-made").inc()
             return
         answers = await asyncio.gather(*(self._answers(replica, bodies) for replica in replicas))

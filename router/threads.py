@@ -17,17 +17,17 @@ _T = TypeVar("_T")
 _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
 
 
-class WorkersBusyError(Exception):
+class ThreadsBusyError(Exception):
     """Too much is waiting for a thread."""
 
 
-class Workers:
+class Threads:
     """``threads`` threads, started when there is work; at most ``waiting`` jobs wait for one."""
 
     def __init__(self, name: str, threads: int, waiting: int) -> None:
         self._name = name
         self._most = threads
-        self._threads = 0
+        self._started = 0
         self._open = 0
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._waiting = waiting
@@ -37,17 +37,17 @@ class Workers:
         """What ``work`` returns or raises, once a thread has done it; a cancelled job that waits is not
         begun.
 
-        Raises WorkersBusyError.
+        Raises ThreadsBusyError.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
         with self._lock:
             if self._jobs.qsize() >= self._waiting:
-                raise WorkersBusyError
+                raise ThreadsBusyError
             self._jobs.put((loop, future, work))
             self._open += 1
-            if self._threads < min(self._open, self._most):
-                self._threads += 1
+            if self._started < min(self._open, self._most):
+                self._started += 1
                 threading.Thread(target=self._serve, name=self._name, daemon=True).start()
         return future
 
